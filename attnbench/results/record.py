@@ -1,0 +1,90 @@
+"""One finished case and pass, as stored: a line of `cases.jsonl`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FORMAT_VERSION = 1
+
+OUTCOMES = (
+    "ok",
+    "checked",  # right, but not timed (under the interpreter)
+    "check-failed",
+    "unsupported",
+    "build-failed",
+    "oom",
+    "skipped-memory",
+    "illegal-access",
+    "timeout",
+    "crashed",
+)
+"""Every way in which a planned case can end. `ok` and `checked` are good; `unsupported` is as planned."""
+
+COULD_NOT_RUN = frozenset({"build-failed", "oom", "skipped-memory", "illegal-access", "timeout", "crashed"})
+
+
+@dataclass
+class TensorCheck:
+    """One tensor against fp64: the error budget of design.md, `Numbers`."""
+
+    max_abs: float
+    rel_fro: float
+    budget_ratio: float  # 1.0 is the whole budget; more fails
+    passed: bool
+    worst: list[int] = field(default_factory=list)  # coordinate of the largest error
+    message: str = ""
+
+
+@dataclass
+class Record:
+    """One case, backend and pass. Times in milliseconds; None where there is no such figure."""
+
+    case_id: str
+    op: str
+    case: dict[str, Any]
+    label: str
+    backend: str
+    pass_: str  # "pass" in JSON: forward, backward, forward_backward or check
+    outcome: str
+    ran_by: str | None = None
+    reason: str | None = None
+    flags: list[str] = field(default_factory=list)
+    median_ms: float | None = None
+    ci_ms: list[float] | None = None
+    samples_ms: list[float] = field(default_factory=list)
+    baseline: str | None = None  # the backend interleaved with this one
+    baseline_median_ms: float | None = None
+    timer: str | None = None  # "graph", "events" or "host"
+    kernel_ms: float | None = None
+    call_ms: float | None = None
+    warm_ms: float | None = None
+    split_ms: dict[str, float] | None = None
+    tflops: float | None = None
+    tb_s: float | None = None
+    flops: int | None = None
+    bytes: int | None = None
+    peak_share: dict[str, float] | None = None  # {"matmul": …, "copy": …, "datasheet": …}
+    energy_j: float | None = None
+    workspace_bytes: int | None = None
+    peak_bytes: int | None = None
+    build_s: float | None = None
+    tune_s: float | None = None
+    tuned: dict[str, Any] | None = None
+    check: dict[str, TensorCheck] = field(default_factory=dict)
+    telemetry: dict[str, Any] = field(default_factory=dict)
+    stderr_tail: list[str] = field(default_factory=list)
+    finished_at: str | None = None  # UTC, ISO 8601
+    version: int = FORMAT_VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        data["pass"] = data.pop("pass_")
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Record:
+        data = dict(data)
+        data["pass_"] = data.pop("pass")
+        data["check"] = {k: TensorCheck(**v) for k, v in data.get("check", {}).items()}
+        return cls(**data)
