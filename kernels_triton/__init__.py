@@ -1,0 +1,31 @@
+"""Triton kernels: FlashAttention and the two phases of block attention residuals.
+
+Names are loaded on first use, so importing the package needs neither torch, triton nor a GPU.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "AttentionArgs": "arguments",
+    "attention_arguments": "arguments",
+    "attention": "attention",
+    "attention_backward": "attention",
+    "attention_forward": "attention",
+    "attention_unsupported": "attention",
+    "tune": "attention",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
