@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 FORMAT_VERSION = 1
@@ -84,7 +84,22 @@ class Record:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Record:
-        data = dict(data)
-        data["pass_"] = data.pop("pass")
-        data["check"] = {k: TensorCheck(**v) for k, v in data.get("check", {}).items()}
+        """The record of one line; fields that a later attnbench added are ignored."""
+        data = {k: v for k, v in data.items() if k in _FIELDS} | {"pass_": data["pass"]}
+        data["check"] = {k: _check_from_json(v) for k, v in data.get("check", {}).items()}
+        for name in _FLOATS:
+            if isinstance(data.get(name), str):
+                data[name] = float(data[name])
+        if data.get("ci_ms"):
+            data["ci_ms"] = [float(x) for x in data["ci_ms"]]
         return cls(**data)
+
+
+_FLOATS = ("median_ms", "baseline_median_ms", "kernel_ms", "call_ms", "warm_ms", "tflops", "tb_s", "energy_j")
+_FIELDS = frozenset(f.name for f in fields(Record))
+
+
+def _check_from_json(data: dict[str, Any]) -> TensorCheck:
+    # NaN and infinities are stored as strings.
+    figures = {k: float(data[k]) for k in ("max_abs", "rel_fro", "budget_ratio")}
+    return TensorCheck(**figures, passed=data["passed"], worst=data.get("worst", []), message=data.get("message", ""))

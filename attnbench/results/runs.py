@@ -1,0 +1,228 @@
+"""Stored runs: reading a run's folder, and finding one by path, by name or by git commit.
+
+A run is a folder with `run.json` (what ran, where, on what) and `cases.jsonl` (one line a finished case and pass). The
+fields are described in docs/records.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from attnbench.errors import UserError, did_you_mean
+from attnbench.results.migrations import RECORD_STEPS, RUN_STEPS, migrate
+from attnbench.results.record import COULD_NOT_RUN, Record
+
+RUN_FILE = "run.json"
+CASES_FILE = "cases.jsonl"
+
+Key = tuple[str, str, str]
+"""(case_id, backend, pass): what a record is about."""
+
+
+def key_of(record: Record) -> Key:
+    return (record.case_id, record.backend, record.pass_)
+
+
+@dataclass
+class Run:
+    """One stored run. `info` is `run.json`; the records are read on first use."""
+
+    folder: Path
+    info: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    """What the reader had to skip, in words."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def commit(self) -> str | None:
+        return self.info.get("commit")
+
+    @property
+    def dirty(self) -> bool:
+        return bool(self.info.get("dirty"))
+
+    @property
+    def scenario(self) -> str:
+        return str(self.info.get("scenario", ""))
+
+    @property
+    def gpu(self) -> dict[str, Any]:
+        """`name`, `uuid`, `power_cap_w` … of the board; empty for a run on the CPU."""
+        return self.info.get("gpu") or {}
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.info.get("finished_at"))
+
+    @cached_property
+    def lines(self) -> list[Record]:
+        """Every record in the order written; a case that was run again appears twice."""
+        return _read_cases(self.folder / CASES_FILE, self.notes)
+
+    @cached_property
+    def records(self) -> dict[Key, Record]:
+        """The newest record of each (case, backend, pass), in the order first written."""
+        return {key_of(record): record for record in self.lines}
+
+    def done(self) -> set[Key]:
+        """What needs no second go: every outcome that says something about the kernel."""
+        return {key for key, record in self.records.items() if record.outcome not in COULD_NOT_RUN}
+
+    def failed(self) -> set[Key]:
+        """What could not be run (out of memory, crash, time-out, build)."""
+        return {key for key, record in self.records.items() if record.outcome in COULD_NOT_RUN}
+
+
+def _read_cases(path: Path, notes: list[str]) -> list[Record]:
+    """All whole lines; a line torn by a kill or a full disk is skipped, with a note."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        notes.append(f"{path}: missing; the run ended before its first case")
+        return []
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    records = []
+    for number, line in enumerate(text.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        try:
+            data = json.loads(line)
+            if not isinstance(data, dict):
+                raise ValueError("not an object")
+        except ValueError:
+            notes.append(f"{place}: skipped a line that was cut off while being written")
+            continue
+        try:
+            records.append(Record.from_json(migrate(data, RECORD_STEPS, place=place)))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{place}: not a record: {type(error).__name__}: {error}") from None
+    return records
+
+
+def read_head(folder: Path) -> Run:
+    """The run in `folder` with its `run.json` read and its records still on disk.
+
+    Raises:
+        UserError: there is no run, it cannot be read, or its format is newer than this attnbench.
+    """
+    path = folder / RUN_FILE
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{folder} holds no run: there is no {RUN_FILE} in it") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is no valid JSON: {error}") from None
+    if not isinstance(info, dict):
+        raise UserError(f"{path}: wanted an object, found {type(info).__name__}")
+    return Run(folder, migrate(info, RUN_STEPS, place=str(path)))
+
+
+def read_run(path: Path | str) -> Run:
+    """The run in folder `path` (its `run.json` or `cases.jsonl` may be named too), records included.
+
+    Raises:
+        UserError: there is no run, it cannot be read, or its format is newer than this attnbench.
+    """
+    folder = Path(path)
+    if folder.name in (RUN_FILE, CASES_FILE):
+        folder = folder.parent
+    run = read_head(folder)
+    run.lines  # noqa: B018 -- reads the records now, so that a bad file is an error here
+    return run
+
+
+def find_runs(results: Path | str) -> list[Run]:
+    """Every run under the results folder, newest first; folders that hold no readable run are left out."""
+    root = Path(results)
+    runs = []
+    for depth in ("*", "*/*", "*/*/*"):
+        for path in root.glob(f"{depth}/{RUN_FILE}"):
+            try:
+                runs.append(read_head(path.parent))
+            except UserError:
+                continue
+    return sorted(runs, key=lambda run: (str(run.info.get("started_at", "")), run.name), reverse=True)
+
+
+def find_resumable(results: Path | str, run_info: dict[str, Any]) -> Run | None:
+    """The newest run that `run_info` would go on with: same scenario text, code and GPU, something left to do."""
+    same = ("scenario", "scenario_text", "commit", "dirty", "diff_hash", "kernel_hash", "device")
+    for run in find_runs(results):
+        gpu = run_info.get("gpu") or {}
+        if any(run.info.get(name) != run_info.get(name) for name in same) or run.gpu.get("uuid") != gpu.get("uuid"):
+            continue
+        if not run.finished or run.failed():
+            return run
+    return None
+
+
+def full_commit(text: str, cwd: Path | None = None) -> str | None:
+    """The full hash that git gives `text`, or None (no such commit, no repository, no git)."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}"],
+            capture_output=True,
+            text=True,
+            cwd=cwd,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def runs_of_commit(text: str, runs: list[Run]) -> tuple[list[Run], str | None]:
+    """Runs of the commit that `text` names (a hash or its beginning, a branch, a tag), newest first, and its hash."""
+    commit = full_commit(text)
+    if commit is None and re.fullmatch(r"[0-9a-f]{7,40}", text):
+        # Results may come from another clone: a stored commit needs no repository here.
+        known = {str(run.commit) for run in runs if run.commit and run.commit.startswith(text)}
+        if len(known) > 1:
+            raise UserError(f"{text} is the beginning of {len(known)} commits with runs; give more digits")
+        commit = known.pop() if known else None
+    return [run for run in runs if commit and run.commit == commit], commit
+
+
+def find_run(text: str, results: Path | str) -> Run:
+    """The run that `text` names: a folder, a run's name, or a git commit (its newest clean run).
+
+    Raises:
+        UserError: nothing has that name; the message lists what is near.
+    """
+    if Path(text).exists() and (Path(text).is_file() or (Path(text) / RUN_FILE).exists()):
+        return read_run(text)
+    runs = find_runs(results)
+    for run in runs:
+        if text in (run.name, str(run.folder)):
+            return read_run(run.folder)
+    of_commit, commit = runs_of_commit(text, runs)
+    for run in of_commit:
+        if not run.dirty:
+            return read_run(run.folder)
+    if of_commit:
+        raise UserError(
+            f"every run of commit {str(commit)[:10]} had uncommitted changes; name one: {of_commit[0].folder}"
+        )
+    if commit:
+        raise UserError(
+            f"no run of commit {commit[:10]} under {results}; check it out and run a scenario, then come back"
+        )
+    raise UserError(
+        f"{text!r} is no run under {results}, no run's folder and no git commit."
+        + did_you_mean(text, [run.name for run in runs])
+        + " `attnbench list runs` shows what there is."
+    )
