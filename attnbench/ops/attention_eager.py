@@ -1,0 +1,78 @@
+"""Plain PyTorch attention through autograd: the baseline that every plot is drawn against."""
+
+from __future__ import annotations
+
+import torch
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse with the semantics of `attnbench.attention`; products in the inputs' dtype, softmax and lse in fp32.
+
+    Dense: q `[B, Sq, H, D]` to out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`. Packed: q `[Tq, H, D]` to `[Tq, H, Dv]` and
+    `[H, Tq]`, one sequence after the other.
+    """
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return dense(q, k, v, causal, scale)
+    return packed(q, k, v, causal, scale, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
+
+
+def packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    bounds_q: list[int],
+    bounds_k: list[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed attention from Python offsets; rows beyond the last offset give out 0 and lse -inf."""
+    outs, lses = [], []
+    for i in range(len(bounds_q) - 1):
+        rows_q, rows_k = slice(bounds_q[i], bounds_q[i + 1]), slice(bounds_k[i], bounds_k[i + 1])
+        if rows_q.start == rows_q.stop:
+            continue
+        out, lse = dense(q[None, rows_q], k[None, rows_k], v[None, rows_k], causal, scale)
+        outs.append(out[0])
+        lses.append(lse[0])
+    rest = q[bounds_q[-1] :]
+    outs.append(rest.new_zeros(*rest.shape[:-1], v.shape[-1]))
+    lses.append(rest.new_full((q.shape[-2], rest.shape[0]), -torch.inf, dtype=torch.float32))
+    return torch.cat(outs), torch.cat(lses, dim=-1)
+
+
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense attention; queries that see no key are cut off first, since softmax over nothing is NaN."""
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    blind = seqlen_q if seqlen_k == 0 else max(0, seqlen_q - seqlen_k) if causal else 0
+    if blind:
+        none = q[:, :blind]
+        out = none.new_zeros(*none.shape[:-1], v.shape[-1])
+        lse = none.new_full((q.shape[0], q.shape[2], blind), -torch.inf, dtype=torch.float32)
+        if blind == seqlen_q:
+            return out, lse
+        rest, rest_lse = dense(q[:, blind:], k, v, causal, scale)
+        return torch.cat([out, rest], dim=1), torch.cat([lse, rest_lse], dim=-1)
+    ratio = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, S, D]
+    if ratio > 1:
+        k, v = k.repeat_interleave(ratio, dim=1), v.repeat_interleave(ratio, dim=1)
+    scores = (q @ k.mT).float() * scale
+    if causal:
+        hidden = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).triu(seqlen_k - seqlen_q + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    out = scores.softmax(-1).to(q.dtype) @ v
+    return out.transpose(1, 2), scores.logsumexp(-1)
