@@ -35,6 +35,10 @@ class Prepared:
     kernel_forward: Callable[[], Any] | None = None
     kernel_backward: Callable[[], Any] | None = None
     differentiable: bool = True
+    lse_grad: bool = True
+    """False where the backend gives no lse, or one that gradients cannot flow through: it is checked without them."""
+    deterministic: bool = False
+    """True where equal calls promise equal bits, gradients included; a difference then fails the check."""
     tune: Callable[[], dict[str, Any]] | None = None
     """Builds and autotunes outside the timed phase; returns the choices for the record."""
     ran_by: str | None = None
