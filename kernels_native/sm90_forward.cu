@@ -1,0 +1,461 @@
+// FlashAttention forward for sm_90a: TMA loads by one producer warp, wgmma by two or three consumer warpgroups.
+//
+// Persistent thread blocks take query tiles of 64 rows a warpgroup and walk their keys from right to left. The next
+// block's scores are issued before this block's P V, so that softmax runs under the tensor cores; P stays in registers.
+// Method: FlashAttention-2/3 (arXiv 2307.08691, 2407.08608).
+//
+// Specialised by macros (sm90_forward.py chooses them):
+//   HEAD_DIM, HEAD_DIM_V  multiples of 16; the tensors may be narrower, TMA pads with zeros
+//   BLOCK_N               keys a block
+//   WARPGROUPS            consumer warpgroups, 64 rows each
+//   STAGES, Q_STAGES      buffers of K and of V; of Q (O is staged in the Q buffer it came from)
+//   CAUSAL, VARLEN        0 or 1
+//   PINGPONG              warpgroups take turns at the tensor cores
+//   RESCALE_EARLY         O is rescaled before P V is issued instead of after it is done
+//   THRESHOLD, POLY, EVERY  see softmax_step
+#include "mask.cuh"
+#include "mbarrier.cuh"
+#include "named_barrier.cuh"
+#include "scheduler.cuh"
+#include "softmax.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+using namespace attn;
+
+constexpr int kBlockM = 64 * WARPGROUPS;
+constexpr int kThreads = 128 * (WARPGROUPS + 1);
+constexpr int kPanels = (HEAD_DIM + 63) / 64;  // 64 columns, 128 bytes
+constexpr int kPanelsV = (HEAD_DIM_V + 63) / 64;
+constexpr u32 kQPanel = kBlockM * 128;
+constexpr u32 kKPanel = BLOCK_N * 128;
+constexpr u32 kQBytes = (kPanels > kPanelsV ? kPanels : kPanelsV) * kQPanel;
+constexpr u32 kQLoad = kPanels * kQPanel;
+constexpr u32 kKBytes = kPanels * kKPanel;
+constexpr u32 kVBytes = kPanelsV * kKPanel;
+constexpr int kProducerRegisters = WARPGROUPS == 3 ? 32 : 24;
+constexpr int kConsumerRegisters = WARPGROUPS == 3 ? 160 : 240;
+
+struct Params {
+  TensorMap q, k, v, o;  // coordinates (column, token, head, batch); boxes 64 x (BLOCK_M, BLOCK_N, BLOCK_N, 64)
+  unsigned short* out;   // [tokens, heads, head_dim_v], written directly where a packed sequence ends inside a tile
+  float* lse;            // [batch, heads, rows] or [heads, tokens]
+  const int* cu_seqlens_q;
+  const int* cu_seqlens_k;
+  const int* tile_offsets;  // packed: row tiles before each sequence, [batch + 2]
+  int batch;
+  int heads;
+  int group;  // query heads a key head
+  int rows;   // queries a sequence; packed: all tokens
+  int keys;
+  int row_tiles;
+  int section_heads;
+  int head_dim_v;
+  float scale;
+  float scale_log2;
+};
+
+// Shared memory after the tiles
+struct Control {
+  Tile tiles[Q_STAGES];
+  u64 q_full[Q_STAGES], q_empty[Q_STAGES];
+  u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+};
+
+// Blocks [0, first_masked) are visible to every row whole, [first_masked, end) in part, the rest to none.
+struct KeyBlocks {
+  int end;
+  int first_masked;
+};
+
+__device__ __forceinline__ KeyBlocks key_blocks(const Tile& tile) {
+  KeyBlocks blocks;
+  int end = tile.keys;
+  int whole = tile.keys;
+  if (CAUSAL) {
+    const int shift = tile.keys - tile.rows;
+    end = min(end, min(tile.row + kBlockM, tile.rows) + shift);
+    whole = min(whole, max(tile.row + shift + 1, 0));
+  }
+  blocks.end = max(end + BLOCK_N - 1, 0) / BLOCK_N;
+  blocks.first_masked = whole / BLOCK_N;
+  return blocks;
+}
+
+// The tile of position `index`, or one with row -1. Called by a whole warp.
+__device__ __forceinline__ Tile find_tile(const Params& p, int index) {
+  Tile tile;
+  tile.row = -1;
+  if (VARLEN) {
+    const int total = p.tile_offsets[p.batch + 1] * p.heads;
+    if (index >= total) return tile;
+    const int sequence = warp_search(p.tile_offsets, p.batch + 1, index / p.heads);
+    const int first = p.tile_offsets[sequence];
+    const int count = p.tile_offsets[sequence + 1] - first;
+    const int local = index - first * p.heads;
+    tile.head = local / count;
+    const int row_tile = local - tile.head * count;
+    tile.row = (CAUSAL ? count - 1 - row_tile : row_tile) * kBlockM;
+    tile.batch = 0;
+    tile.q_offset = p.cu_seqlens_q[sequence];
+    if (sequence == p.batch) {  // tokens beyond the last sequence: no keys
+      tile.rows = p.rows - tile.q_offset;
+      tile.k_offset = tile.keys = 0;
+    } else {
+      tile.rows = p.cu_seqlens_q[sequence + 1] - tile.q_offset;
+      tile.k_offset = p.cu_seqlens_k[sequence];
+      tile.keys = p.cu_seqlens_k[sequence + 1] - tile.k_offset;
+    }
+  } else {
+    if (index >= p.row_tiles * p.heads * p.batch) return tile;
+    int row_tile;
+    dense_tile<CAUSAL>(index, p.row_tiles, p.heads, p.heads * p.batch, p.section_heads, row_tile, tile.head,
+                       tile.batch);
+    tile.row = row_tile * kBlockM;
+    tile.rows = p.rows;
+    tile.keys = p.keys;
+    tile.q_offset = tile.k_offset = 0;
+  }
+  return tile;
+}
+
+__device__ __forceinline__ void produce(const Params& p, Control& control, u32 q_smem, u32 k_smem, u32 v_smem) {
+  const bool leader = (threadIdx.x & 31) == 0;
+  int step = 0;
+  for (int round = 0;; ++round) {
+    const Tile tile = find_tile(p, zigzag(round, blockIdx.x, gridDim.x));
+    const int qs = round % Q_STAGES;
+    if (leader) {
+      mbarrier_wait(smem_address(&control.q_empty[qs]), (round / Q_STAGES & 1) ^ 1);
+      control.tiles[qs] = tile;
+      const u32 q_full = smem_address(&control.q_full[qs]);
+      if (tile.row < 0) {
+        mbarrier_arrive(q_full);
+        break;
+      }
+      mbarrier_expect(q_full, kQLoad);
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel)
+        tma_load_4d(q_smem + qs * kQBytes + panel * kQPanel, p.q, q_full, panel * 64, tile.q_offset + tile.row,
+                    tile.head, tile.batch);
+
+      const int kv_head = tile.head / p.group;
+      const int blocks = key_blocks(tile).end;
+      // K runs one block ahead of V, as the consumers do.
+      for (int i = 0; i <= blocks && blocks > 0; ++i) {
+        if (i < blocks) {
+          const int stage = (step + i) % STAGES;
+          const u32 full = smem_address(&control.k_full[stage]);
+          mbarrier_wait(smem_address(&control.k_empty[stage]), ((step + i) / STAGES & 1) ^ 1);
+          mbarrier_expect(full, kKBytes);
+#pragma unroll
+          for (int panel = 0; panel < kPanels; ++panel)
+            tma_load_4d(k_smem + stage * kKBytes + panel * kKPanel, p.k, full, panel * 64,
+                        tile.k_offset + (blocks - 1 - i) * BLOCK_N, kv_head, tile.batch);
+        }
+        if (i > 0) {
+          const int stage = (step + i - 1) % STAGES;
+          const u32 full = smem_address(&control.v_full[stage]);
+          mbarrier_wait(smem_address(&control.v_empty[stage]), ((step + i - 1) / STAGES & 1) ^ 1);
+          mbarrier_expect(full, kVBytes);
+#pragma unroll
+          for (int panel = 0; panel < kPanelsV; ++panel)
+            tma_load_4d(v_smem + stage * kVBytes + panel * kKPanel, p.v, full, panel * 64,
+                        tile.k_offset + (blocks - i) * BLOCK_N, kv_head, tile.batch);
+        }
+      }
+      step += blocks;
+    }
+    __syncwarp();
+    if (tile.row < 0) break;
+  }
+}
+
+// S = Q K^T of one warpgroup
+__device__ __forceinline__ void issue_scores(float (&s)[BLOCK_N / 2], u64 q, u64 k) {
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 16; ++i) {
+    const u32 q_step = (i / 4) * kQPanel + (i % 4) * 32;
+    const u32 k_step = (i / 4) * kKPanel + (i % 4) * 32;
+    Wgmma<BLOCK_N>::ss<0>(s, q + (q_step >> 4), k + (k_step >> 4), i > 0);
+  }
+}
+
+// O += P V
+__device__ __forceinline__ void issue_output(float (&o)[HEAD_DIM_V / 2], const u32 (&weights)[BLOCK_N / 16][4], u64 v) {
+  constexpr int kWhole = HEAD_DIM_V / 64 * 64;
+  constexpr int kRest = HEAD_DIM_V - kWhole;
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 16; ++i) {
+    Wgmma<kWhole>::rs<0>(o, weights[i], v + (i * 2048 >> 4), 1);
+#if HEAD_DIM_V % 64
+    Wgmma<kRest>::rs<kWhole / 2>(o, weights[i], v + ((kWhole / 64 * kKPanel + i * 2048) >> 4), 1);
+#endif
+  }
+}
+
+__device__ __forceinline__ void pack_weights(u32 (&weights)[BLOCK_N / 16][4], const float (&s)[BLOCK_N / 2]) {
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 16; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) weights[i][j] = pack(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
+}
+
+__device__ __forceinline__ void rescale_output(float (&o)[HEAD_DIM_V / 2], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[i] *= factor[i >> 1 & 1];
+}
+
+// Rows of V beyond a packed sequence belong to its neighbour: 0 * NaN must not reach the sum.
+__device__ __forceinline__ void zero_tail(u32 v_smem, int first, int thread) {
+  for (int i = thread; i < (BLOCK_N - first) * 8 * kPanelsV; i += 128) {
+    const int panel = i / ((BLOCK_N - first) * 8);
+    const int rest = i - panel * (BLOCK_N - first) * 8;
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(v_smem + panel * kKPanel + first * 128 + rest * 16),
+                 "r"(0)
+                 : "memory");
+  }
+  fence_async_proxy();
+}
+
+__device__ __forceinline__ void consume(const Params& p, Control& control, u32 q_smem, u32 k_smem, u32 v_smem) {
+  const int wg = threadIdx.x / 128 - 1;
+  const int thread = threadIdx.x & 127;
+  const int warp = thread / 32;
+  const int lane = thread & 31;
+  const bool leader = lane == 0;
+  const int turn = 1 + wg, next_turn = 1 + (wg + 1) % WARPGROUPS, together = 1 + WARPGROUPS + wg;
+  if (PINGPONG && wg == WARPGROUPS - 1) named_barrier_arrive(1, 256);
+
+  float o[HEAD_DIM_V / 2];
+  float s[BLOCK_N / 2];
+  u32 weights[BLOCK_N / 16][4];
+  float factor[2];
+  RowState row;
+  int step = 0;
+  bool stored = false;  // this thread's last store may still read its Q buffer
+
+  for (int round = 0;; ++round) {
+    const int qs = round % Q_STAGES;
+    mbarrier_wait(smem_address(&control.q_full[qs]), round / Q_STAGES & 1);
+    const Tile tile = control.tiles[qs];
+    if (tile.row < 0) break;
+    const KeyBlocks blocks = key_blocks(tile);
+    const int row0 = tile.row + wg * 64 + warp * 16 + lane / 4;
+    const u32 q_tile = q_smem + qs * kQBytes + wg * 64 * 128;
+    row.reset(row0 < tile.rows, row0 + 8 < tile.rows);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[i] = 0.f;
+
+    const auto release_q = [&](int stage) {
+      if (stored) {
+        tma_store_wait_read();
+        mbarrier_arrive(smem_address(&control.q_empty[stage]));
+        stored = false;
+      }
+    };
+    const auto k_stage = [&](int i) { return i % STAGES; };
+    const auto wait_k = [&](int i) { mbarrier_wait(smem_address(&control.k_full[i % STAGES]), i / STAGES & 1); };
+    const auto wait_v = [&](int i) { mbarrier_wait(smem_address(&control.v_full[i % STAGES]), i / STAGES & 1); };
+    const auto release_k = [&](int i) {
+      if (leader) mbarrier_arrive(smem_address(&control.k_empty[i % STAGES]));
+    };
+    const auto release_v = [&](int i) {
+      if (leader) mbarrier_arrive(smem_address(&control.v_empty[i % STAGES]));
+    };
+    const auto mask = [&](int block) {
+      const int first = block * BLOCK_N + 2 * (lane & 3);
+      int limit0 = tile.keys, limit1 = tile.keys;
+      if (CAUSAL) {
+        const int shift = tile.keys - tile.rows + 1;
+        limit0 = min(limit0, row0 + shift);
+        limit1 = min(limit1, row0 + 8 + shift);
+      }
+      mask_columns(s, limit0 - first, limit1 - first);
+    };
+
+    if (blocks.end > 0) {
+      const u64 q = wgmma_k_major(q_tile);
+      wait_k(step);
+      wgmma_fence();
+      issue_scores(s, q, wgmma_k_major(k_smem + k_stage(step) * kKBytes));
+      wgmma_commit();
+      wgmma_wait<0>();
+      release_k(step);
+      if (blocks.end > blocks.first_masked) mask(blocks.end - 1);
+      softmax_step<0, 0, 1>(s, row, factor, p.scale_log2);
+      factor[0] = factor[1] = 1.f;
+      bool rescale = false;
+      pack_weights(weights, s);
+      release_q((round + Q_STAGES - 1) % Q_STAGES);
+      if (VARLEN) {
+        const int tail = tile.keys - (blocks.end - 1) * BLOCK_N;
+        if (tail < BLOCK_N) {
+          wait_v(step);
+          zero_tail(v_smem + step % STAGES * kVBytes, tail, thread);
+          named_barrier_sync(together, 128);
+        }
+      }
+
+      const auto advance = [&](int block, auto masked) {
+        wait_k(step + 1);
+        if (PINGPONG) named_barrier_sync(turn, 256);
+        wgmma_fence();
+        issue_scores(s, q, wgmma_k_major(k_smem + k_stage(step + 1) * kKBytes));
+        wgmma_commit();
+        if (RESCALE_EARLY && rescale) rescale_output(o, factor);
+        wait_v(step);
+        wgmma_fence();
+        issue_output(o, weights, wgmma_mn_major(v_smem + step % STAGES * kVBytes, kKPanel));
+        wgmma_commit();
+        if (PINGPONG) named_barrier_arrive(next_turn, 256);
+        wgmma_wait<1>();
+        release_k(step + 1);
+        if constexpr (decltype(masked)::value) mask(block);
+        rescale = softmax_step<THRESHOLD, decltype(masked)::value ? 0 : POLY, EVERY>(s, row, factor, p.scale_log2);
+        wgmma_wait<0>();
+        release_v(step);
+        if (!RESCALE_EARLY && rescale) rescale_output(o, factor);
+        pack_weights(weights, s);
+        ++step;
+      };
+      int block = blocks.end - 2;
+      for (; block >= blocks.first_masked; --block) advance(block, Masked{});
+      for (; block >= 0; --block) advance(block, Unmasked{});
+
+      if (RESCALE_EARLY && rescale) rescale_output(o, factor);
+      wait_v(step);
+      wgmma_fence();
+      issue_output(o, weights, wgmma_mn_major(v_smem + step % STAGES * kVBytes, kKPanel));
+      wgmma_commit();
+      wgmma_wait<0>();
+      release_v(step);
+      ++step;
+    }
+    release_q((round + Q_STAGES - 1) % Q_STAGES);
+
+    // Epilogue: normalise, stage O where Q was, store.
+    float inverse[2];
+    const long long lse_row = VARLEN ? static_cast<long long>(tile.head) * p.rows + tile.q_offset
+                                     : (static_cast<long long>(tile.batch) * p.heads + tile.head) * p.rows;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float sum = quad_sum(row.sum[2 * r] + row.sum[2 * r + 1]);
+      const bool empty = row.max[r] == -kInfinity;
+      inverse[r] = empty ? 0.f : 1.f / sum;
+      if ((lane & 3) == 0 && row0 + 8 * r < tile.rows)
+        p.lse[lse_row + row0 + 8 * r] = empty ? -kInfinity : row.max[r] * p.scale + kLn2 * log2_mufu(sum);
+    }
+    rescale_output(o, inverse);
+    named_barrier_sync(together, 128);  // every warp is done reading Q
+    {
+      const int r = warp * 16 + (lane & 15);
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM_V / 16; ++i) {
+        const int chunk = 2 * (i % 4) + lane / 16;
+        const u32 address = q_tile + i / 4 * kQPanel + r * 128 + ((chunk ^ (r & 7)) << 4);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                     "r"(pack(o[8 * i], o[8 * i + 1])), "r"(pack(o[8 * i + 2], o[8 * i + 3])),
+                     "r"(pack(o[8 * i + 4], o[8 * i + 5])), "r"(pack(o[8 * i + 6], o[8 * i + 7]))
+                     : "memory");
+      }
+    }
+    fence_async_proxy();
+    named_barrier_sync(together, 128);
+    const int first_row = tile.row + wg * 64;
+    if (!VARLEN || first_row + 64 <= tile.rows) {
+      if (thread == 0) {
+#pragma unroll
+        for (int panel = 0; panel < kPanelsV; ++panel)
+          tma_store_4d(p.o, q_tile + panel * kQPanel, panel * 64, tile.q_offset + first_row, tile.head, tile.batch);
+        tma_store_commit();
+      }
+    } else {
+      constexpr int kChunks = HEAD_DIM_V / 8;
+      for (int i = thread; i < 64 * kChunks; i += 128) {
+        const int r = i / kChunks, chunk = i % kChunks;
+        if (first_row + r < tile.rows && chunk * 8 < p.head_dim_v) {
+          uint4 value;
+          asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                       : "r"(q_tile + chunk / 8 * kQPanel + r * 128 + ((chunk % 8 ^ (r & 7)) << 4)));
+          const long long token = static_cast<long long>(tile.q_offset) + first_row + r;
+          *reinterpret_cast<uint4*>(p.out + (token * p.heads + tile.head) * p.head_dim_v + chunk * 8) = value;
+        }
+      }
+      named_barrier_sync(together, 128);  // every thread is done reading O
+    }
+    stored = thread == 0;
+    if (Q_STAGES == 1) release_q(qs);
+  }
+  if (thread == 0) tma_store_wait();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_forward(const __grid_constant__ Params p) {
+  extern __shared__ unsigned char dynamic_smem[];
+  const u32 start = smem_address(dynamic_smem);
+  const u32 q_smem = (start + 1023) & ~1023u;
+  const u32 k_smem = q_smem + Q_STAGES * kQBytes;
+  const u32 v_smem = k_smem + STAGES * kKBytes;
+  Control& control = *reinterpret_cast<Control*>(dynamic_smem + (v_smem + STAGES * kVBytes - start));
+
+  if (threadIdx.x == 0) {
+    tma_prefetch(p.q);
+    tma_prefetch(p.k);
+    tma_prefetch(p.v);
+    tma_prefetch(p.o);
+    for (int i = 0; i < Q_STAGES; ++i) {
+      mbarrier_init(smem_address(&control.q_full[i]), 1);
+      mbarrier_init(smem_address(&control.q_empty[i]), WARPGROUPS);
+    }
+    for (int i = 0; i < STAGES; ++i) {
+      mbarrier_init(smem_address(&control.k_full[i]), 1);
+      mbarrier_init(smem_address(&control.v_full[i]), 1);
+      mbarrier_init(smem_address(&control.k_empty[i]), 4 * WARPGROUPS);
+      mbarrier_init(smem_address(&control.v_empty[i]), 4 * WARPGROUPS);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  if (threadIdx.x < 128) {
+    registers_shrink<kProducerRegisters>();
+    if (threadIdx.x < 32) produce(p, control, q_smem, k_smem, v_smem);
+  } else {
+    registers_grow<kConsumerRegisters>();
+    consume(p, control, q_smem, k_smem, v_smem);
+  }
+}
+
+#if VARLEN
+// Row tiles before each packed sequence; entry `batch` counts the tokens beyond the last sequence as one more. One
+// block of 1,024 threads, each with a run of neighbouring sequences.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    sm90_forward_prepare(const int* cu_seqlens_q, int* tile_offsets, int batch, int tokens) {
+  __shared__ int warp_totals[32];
+  const int run = (batch + 1 + 1023) / 1024;
+  const int first = threadIdx.x * run;
+  const int last = min(first + run, batch + 1);
+  const auto tiles = [&](int i) {
+    const int length = (i == batch ? tokens : cu_seqlens_q[i + 1]) - cu_seqlens_q[i];
+    return (max(length, 0) + kBlockM - 1) / kBlockM;
+  };
+  int total = 0;
+  for (int i = first; i < last; ++i) total += tiles(i);
+  int sum = total;
+  const int lane = threadIdx.x & 31;
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, d);
+    if (lane >= d) sum += other;
+  }
+  if (lane == 31) warp_totals[threadIdx.x / 32] = sum;
+  __syncthreads();
+  int before = sum - total;
+  for (int w = 0; w < static_cast<int>(threadIdx.x) / 32; ++w) before += warp_totals[w];
+  if (threadIdx.x == 0) tile_offsets[0] = 0;
+  for (int i = first; i < last; ++i) {
+    before += tiles(i);
+    tile_offsets[i + 1] = before;
+  }
+}
+#endif
