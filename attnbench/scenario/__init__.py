@@ -20,13 +20,13 @@ def load(path: str | Path) -> Scenario:
         ScenarioError: the file cannot be read, is not YAML, or asks for something that makes no sense; the message
             lists every problem with its place.
     """
-    from attnbench.scenario import loader
+    from attnbench.scenario.loader import load_file
 
-    return loader.load(path)
+    return load_file(path)
 
 
 def loads(text: str, file: str = "<text>") -> Scenario:
     """Validate a scenario's text, as stored in a run. `file` is what messages call it. Raises as `load` does."""
-    from attnbench.scenario import loader
+    from attnbench.scenario.loader import load_text
 
-    return loader.loads(text, file)
+    return load_text(text, file)

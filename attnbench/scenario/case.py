@@ -149,13 +149,13 @@ def case_from_semantic(semantic: dict[str, Any]) -> Case:
     Raises:
         ValueError: the operation is unknown or a field does not belong to it.
     """
-    data = {k: tuple(v) if isinstance(v, list) else v for k, v in semantic.items()}
+    data: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in semantic.items()}
     op = data.pop("op", None)
     try:
         if op == "attention":
             return AttentionCase(**data)
         if op in ("attnres_phase1", "attnres_phase2"):
-            return AttnresCase(phase=int(op[-1]), **data)  # type: ignore[arg-type]
+            return AttnresCase(phase=1 if op.endswith("1") else 2, **data)
     except TypeError as error:
         raise ValueError(f"not a case of {op}: {error}") from None
     raise ValueError(f"unknown operation {op!r}: expected attention, attnres_phase1 or attnres_phase2")
