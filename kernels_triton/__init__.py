@@ -11,11 +11,11 @@ from typing import Any
 _HOME = {
     "AttentionArgs": "arguments",
     "attention_arguments": "arguments",
-    "attention": "attention",
-    "attention_backward": "attention",
-    "attention_forward": "attention",
-    "attention_unsupported": "attention",
-    "tune": "attention",
+    "attention": "attention_op",
+    "attention_backward": "attention_op",
+    "attention_forward": "attention_op",
+    "attention_unsupported": "attention_op",
+    "tune": "attention_op",
 }
 
 __all__ = sorted(_HOME)

@@ -1,0 +1,113 @@
+"""Tile sizes of the attention kernels: a table measured on an H200, candidates for tuning, and the choices made."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kernels_triton.arguments import AttentionArgs
+from kernels_triton.attention_tiles import INTERPRETED
+
+PASSES = ("forward", "dq", "dkv")
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How one kernel is cut: query rows and key rows a tile, warps, and stages of its load pipeline."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """What a choice of tile depends on. `head_dim` is the larger head dim, padded; `length` a power of two."""
+
+    kernel: str
+    dtype: torch.dtype
+    head_dim: int
+    causal: bool
+    varlen: bool
+    grouped: bool
+    length: int
+
+    @property
+    def label(self) -> str:
+        kind = f"{'varlen' if self.varlen else 'dense'} {'causal' if self.causal else 'full'}"
+        group = " grouped" if self.grouped else ""
+        return f"{self.kernel} {str(self.dtype).removeprefix('torch.')} d{self.head_dim} {kind}{group} {self.length}"
+
+
+def padded(head_dim: int) -> int:
+    """The head dim that a tile holds: a power of two of at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def config_key(kernel: str, args: AttentionArgs) -> ConfigKey:
+    longest = max(args.max_seqlen_q or 0, args.max_seqlen_k or 0)
+    length = 512
+    while length < min(longest, 4096):
+        length *= 2
+    return ConfigKey(
+        kernel=kernel,
+        dtype=args.q.dtype,
+        head_dim=padded(max(args.head_dim, args.value_head_dim)),
+        causal=args.causal,
+        varlen=args.varlen,
+        grouped=args.heads != args.kv_heads,
+        length=length,
+    )
+
+
+_FULL_PRECISION = {
+    "forward": (TileConfig(64, 32, 8, 2), TileConfig(64, 64, 8, 2), TileConfig(32, 32, 4, 2)),
+    "dq": (TileConfig(32, 32, 8, 1), TileConfig(64, 32, 8, 1), TileConfig(32, 32, 4, 2)),
+    "dkv": (TileConfig(32, 32, 8, 1), TileConfig(32, 64, 8, 1), TileConfig(32, 32, 4, 2)),
+}
+_HALF_PRECISION = {
+    ("forward", 64): (TileConfig(128, 128, 8, 3), TileConfig(128, 64, 4, 3), TileConfig(128, 128, 4, 3)),
+    ("forward", 128): (TileConfig(128, 128, 8, 2), TileConfig(128, 64, 4, 2), TileConfig(128, 64, 8, 3)),
+    ("forward", 256): (TileConfig(128, 64, 8, 2), TileConfig(128, 32, 8, 3), TileConfig(64, 64, 4, 2)),
+    ("dq", 64): (TileConfig(128, 128, 8, 2), TileConfig(128, 64, 4, 3), TileConfig(128, 64, 8, 3)),
+    ("dq", 128): (TileConfig(128, 64, 8, 2), TileConfig(128, 128, 8, 2), TileConfig(64, 64, 4, 2)),
+    ("dq", 256): (TileConfig(64, 32, 4, 2), TileConfig(64, 64, 8, 2), TileConfig(128, 32, 8, 1)),
+    ("dkv", 64): (TileConfig(64, 128, 8, 3), TileConfig(128, 128, 8, 2), TileConfig(64, 64, 4, 3)),
+    ("dkv", 128): (TileConfig(64, 128, 8, 2), TileConfig(64, 64, 4, 2), TileConfig(64, 128, 8, 3)),
+    ("dkv", 256): (TileConfig(64, 64, 8, 1), TileConfig(32, 64, 8, 2), TileConfig(64, 64, 8, 2)),
+}
+_chosen: dict[ConfigKey, TileConfig] = {}
+
+
+def candidates(key: ConfigKey) -> tuple[TileConfig, ...]:
+    """What `tune` tries, the default first."""
+    if INTERPRETED:
+        return (TileConfig(32, 32, 4, 1),)
+    if key.dtype == torch.float32:
+        return _FULL_PRECISION[key.kernel]
+    return _HALF_PRECISION[key.kernel, max(64, key.head_dim)]
+
+
+def config_for(key: ConfigKey) -> TileConfig:
+    """The tuned choice where there is one, else the table's."""
+    return _chosen.get(key) or candidates(key)[0]
+
+
+def choose(key: ConfigKey, config: TileConfig) -> None:
+    """Fixes the tile of every later call with this key in this process."""
+    if INTERPRETED:
+        raise RuntimeError("tile sizes are fixed under Triton's interpreter")
+    _chosen[key] = config
+
+
+def record(key: ConfigKey) -> dict[str, Any]:
+    """The choice as JSON-ready values."""
+    return {**asdict(config_for(key)), "tuned": key in _chosen}
+
+
+def forget() -> None:
+    """Drops every tuned choice."""
+    _chosen.clear()
