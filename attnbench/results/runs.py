@@ -29,6 +29,12 @@ def key_of(record: Record) -> Key:
     return (record.case_id, record.backend, record.pass_)
 
 
+class NoBaseline(UserError):
+    """There is nothing to compare with."""
+
+    exit_code = 4
+
+
 @dataclass
 class Run:
     """One stored run. `info` is `run.json`; the records are read on first use."""
@@ -197,32 +203,59 @@ def runs_of_commit(text: str, runs: list[Run]) -> tuple[list[Run], str | None]:
     return [run for run in runs if commit and run.commit == commit], commit
 
 
-def find_run(text: str, results: Path | str) -> Run:
-    """The run that `text` names: a folder, a run's name, or a git commit (its newest clean run).
+def candidates(text: str, results: Path | str) -> list[Run]:
+    """The runs that `text` may mean: a folder or a name gives that one, a commit all its clean runs, newest first.
 
     Raises:
         UserError: nothing has that name; the message lists what is near.
+        NoBaseline: the commit exists, but has no run that could be used.
     """
-    if Path(text).exists() and (Path(text).is_file() or (Path(text) / RUN_FILE).exists()):
-        return read_run(text)
+    if (Path(text) / RUN_FILE).exists() or (Path(text).name in (RUN_FILE, CASES_FILE) and Path(text).exists()):
+        return [read_run(text)]
     runs = find_runs(results)
     for run in runs:
         if text in (run.name, str(run.folder)):
-            return read_run(run.folder)
+            return [run]
     of_commit, commit = runs_of_commit(text, runs)
-    for run in of_commit:
-        if not run.dirty:
-            return read_run(run.folder)
+    clean = [run for run in of_commit if not run.dirty]
+    if clean:
+        return clean
     if of_commit:
-        raise UserError(
+        raise NoBaseline(
             f"every run of commit {str(commit)[:10]} had uncommitted changes; name one: {of_commit[0].folder}"
         )
     if commit:
-        raise UserError(
-            f"no run of commit {commit[:10]} under {results}; check it out and run a scenario, then come back"
+        raise NoBaseline(
+            f"no run of commit {commit[:10]} under {results}. To make one: git switch --detach {commit[:10]}, "
+            "attnbench run SCENARIO.yaml, git switch -"
         )
     raise UserError(
         f"{text!r} is no run under {results}, no run's folder and no git commit."
         + did_you_mean(text, [run.name for run in runs])
         + " `attnbench list runs` shows what there is."
+    )
+
+
+def find_run(text: str, results: Path | str) -> Run:
+    """The run that `text` names; of a commit the newest clean one. Raises as `candidates` does."""
+    return read_run(candidates(text, results)[0].folder)
+
+
+def find_pair(base: str, new: str, results: Path | str) -> tuple[Run, Run]:
+    """The two runs to compare. Where a commit leaves a choice: the newest of one scenario on one GPU model.
+
+    Raises:
+        UserError, NoBaseline: as `candidates`; also where two commits share no scenario and GPU model.
+    """
+    bases, news = candidates(base, results), candidates(new, results)
+    if len(bases) == len(news) == 1:
+        return read_run(bases[0].folder), read_run(news[0].folder)
+    for other in news:
+        for one in bases:
+            alike = one.scenario == other.scenario and one.gpu.get("name") == other.gpu.get("name")
+            if alike and (base == new or one.folder != other.folder):
+                return read_run(one.folder), read_run(other.folder)
+    there = ", ".join(sorted({f"{run.scenario} on {run.gpu.get('name') or 'CPU'}" for run in news}))
+    raise NoBaseline(
+        f"no run of {base} has a counterpart in {new} ({there}): run that scenario at {base} on that machine"
     )

@@ -1,0 +1,88 @@
+"""What may be compared with what: reasons against, and how far to trust."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnbench.results.record import Record
+from attnbench.results.runs import Run
+
+BOARD_SPREAD = 0.05
+"""How far two boards of one model and power cap are taken to lie apart; a run may store a measured `board_spread`."""
+
+_POLICY = ("duty", "flush_l2", "settle_ms", "init")
+_VERSIONS = ("torch", "triton", "cuda-core")
+
+
+@dataclass
+class Footing:
+    """On what footing two runs meet: a reason why not, an allowance for other hardware, and notes for the reader."""
+
+    reason: str | None = None
+    spread: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+
+def footing(base: Run, new: Run) -> Footing:
+    """Whether the two runs' figures may meet at all, by device, GPU model, power cap, policy and format of timing."""
+    for name in ("device", "gpu model", "power cap", "cpu", *_POLICY):
+        one, other = _trait(base, name), _trait(new, name)
+        if one != other and not (one is None or other is None):
+            return Footing(f"{name} differs: {one} → {other}")
+    found = Footing()
+    one, other = base.gpu.get("uuid"), new.gpu.get("uuid")
+    if one and other and one != other:
+        found.spread = max(float(run.info.get("board_spread") or BOARD_SPREAD) for run in (base, new))
+        found.notes.append(
+            f"two boards of one model: the threshold is widened by {found.spread:.0%}; measure both on one to be exact"
+        )
+    for name in _VERSIONS:
+        one, other = ((run.info.get("packages") or {}).get(name) for run in (base, new))
+        if one != other:
+            found.notes.append(f"{name} changed: {one} → {other}")
+    if base.info.get("driver") != new.info.get("driver"):
+        found.notes.append(f"driver changed: {base.info.get('driver')} → {new.info.get('driver')}")
+    for side, run in (("BASE", base), ("NEW", new)):
+        if run.dirty:
+            found.notes.append(f"{side} had uncommitted changes on top of {str(run.commit)[:10]}")
+        if not run.finished:
+            found.notes.append(f"{side} did not finish; `attnbench run … --resume` goes on with it")
+    return found
+
+
+def _trait(run: Run, name: str) -> Any:
+    if name == "gpu model":
+        return run.gpu.get("name")
+    if name == "power cap":
+        cap = run.gpu.get("power_cap_w")
+        return None if cap is None else f"{float(cap):.0f} W"
+    if name == "device":
+        return run.info.get("device")
+    if name == "cpu":
+        return run.info.get("cpu") if run.info.get("device") == "cpu" else None
+    return (run.info.get("measure") or {}).get(name)
+
+
+def reason_against(base: Record, new: Record) -> str | None:
+    """Why these two records' times may not meet, or None."""
+    if base.timer != new.timer:
+        return f"timer differs: {base.timer} → {new.timer}"
+    for record, side in ((base, "BASE"), (new, "NEW")):
+        if record.median_ms is None or not 0 < record.median_ms < float("inf"):
+            return f"{side} has no usable time ({record.median_ms})"
+        if len(record.samples_ms) < 5:
+            return f"{side} has {len(record.samples_ms)} samples; 5 are the least that can be judged"
+    return None
+
+
+def near_identity(record: Record) -> tuple[Any, ...]:
+    """Equal for records that would be one case but for dtype, layout or seed: near misses worth naming."""
+    rest = sorted((k, str(v)) for k, v in record.case.items() if k not in ("dtype", "layout", "seed"))
+    return (record.backend, record.pass_, *rest)
+
+
+def differing_fields(base: Record, new: Record) -> str:
+    """`dtype bf16 → fp16`, for two records of one near identity."""
+    names = [k for k in ("dtype", "layout", "seed") if base.case.get(k) != new.case.get(k)]
+    return ", ".join(f"{k} {base.case.get(k, 'default')} → {new.case.get(k, 'default')}" for k in names)
