@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnbench.scenario import ScenarioError, load
+from attnbench.scenario.case import op_name
 
 if TYPE_CHECKING:
     from attnbench.scenario import PlannedCase, Scenario
@@ -34,23 +36,26 @@ def _show(scenario: Scenario) -> None:
     plan = scenario.plan()
     cases = len({planned.case.case_id for planned in plan})
     rows = sum(len(planned.backends) * len(planned.passes) for planned in plan)
+    common = Counter(_who(planned) for planned in plan).most_common(1)[0][0]
     print(f"{scenario.file}: {scenario.name}: {_count(cases, 'case')}, {_count(rows, 'row')} (case, backend and pass)")
-    width = max(shutil.get_terminal_size((80, 24)).columns, 40)
-    labels = [planned.case.label for planned in plan[:MOST_ROWS]]
-    column = max(len(label) for label in labels)
-    for label, planned in zip(labels, plan, strict=False):
-        print(_cut(f"  {planned.case.case_id}  {label:<{column}}  {_who(planned)}", width))
+    print(f"  {common}")
+    shown = [(op_name(planned.case), planned.case.label) for planned in plan[:MOST_ROWS]]
+    ops, labels = (max(len(row[i]) for row in shown) for i in (0, 1))
+    for (op, label), planned in zip(shown, plan, strict=False):
+        who = "" if _who(planned) == common else _who(planned)
+        _print(f"  {planned.case.case_id}  {op:<{ops}}  {label:<{labels}}  {who}".rstrip())
     if len(plan) > MOST_ROWS:
-        print(f"  … and {len(plan) - MOST_ROWS} more")
+        print(f"  … and {len(plan) - MOST_ROWS:,} more")
 
 
 def _who(planned: PlannedCase) -> str:
-    return f"{'+'.join(planned.passes)}: {', '.join(planned.backends)}"
+    return f"{', '.join(planned.backends)} · {', '.join(planned.passes)}"
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+def _print(line: str) -> None:
+    width = shutil.get_terminal_size().columns
+    print(line if not sys.stdout.isatty() or len(line) <= width else line[: width - 1] + "…")

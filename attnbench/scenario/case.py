@@ -91,7 +91,9 @@ class AttentionCase(_Case):
     def label(self) -> str:
         """A short name for tables: `bf16 4x4096 h16 d128 causal`."""
         if self.layout == "varlen":
-            shape = f"varlen {len(self.seqlens_q)} seqs {sum(self.seqlens_q)} tok"
+            tokens_q, tokens_k = sum(self.seqlens_q), sum(self.seqlens_k)
+            tokens = f"{tokens_q}" if self.seqlens_q == self.seqlens_k else f"{tokens_q}q{tokens_k}k"
+            shape = f"varlen {len(self.seqlens_q)} seqs {tokens} tok"
         elif self.seqlen_q == self.seqlen_k:
             shape = f"{self.batch}x{self.seqlen_q}"
         else:
@@ -132,6 +134,10 @@ class AttnresCase(_Case):
     @property
     def label(self) -> str:
         extra = f" n{self.blocks} s{self.queries}" if self.phase == 1 else ""
+        if not self.lse_grad:
+            extra += " no-dlse"
+        if self.logit_scale != 1.0:
+            extra += f" logits x{self.logit_scale:g}"
         return f"{self.dtype} {self.rows}x{self.hidden}{extra}"
 
 

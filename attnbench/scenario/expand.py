@@ -23,13 +23,18 @@ Report = Callable[[Path, str], None]
 """Called with the path of what is wrong and a message; goes on to the next problem."""
 
 
-def expand(model: ScenarioModel, report: Report) -> tuple[PlannedCase, ...]:
-    """Every planned case in the file's order. Problems go to `report`; the result means something only without any."""
+def expand(model: ScenarioModel, data: dict[str, Any], report: Report) -> tuple[PlannedCase, ...]:
+    """Every planned case in the file's order; a matrix's first axis varies slowest.
+
+    `data` is what `model` was made from: it has the order of keys. Problems go to `report`; the result means something
+    only without any.
+    """
+    axes = [_axes(entry, given) for entry, given in zip(model.cases, data["cases"], strict=True)]
     check_backends(model.backends, ("backends",), report)
     if model.baseline is not None:
         check_backends([model.baseline], ("baseline",), report)
     check = check_policy(model.check, ("check",), report)
-    if not _sizes_are_sane(model, report):
+    if not _sizes_are_sane(axes, report):
         return ()
     plan = _Plan()
     sequences = 0
@@ -42,7 +47,7 @@ def expand(model: ScenarioModel, report: Report) -> tuple[PlannedCase, ...]:
             merged = Check.model_construct(**{**model.check.model_dump(), **entry.check.model_dump(exclude_unset=True)})
             entry_check = check_policy(merged, (*path, "check"), report)
         passes = tuple(dict.fromkeys(entry.passes or model.measure.passes))
-        for case in _cases(model, entry, path, report):
+        for case in _cases(model, entry, axes[i], path, report):
             sequences += len(case.seqlens_q) if isinstance(case, AttentionCase) else 0
             if sequences > MAX_PLANNED_SEQUENCES:
                 report(path, f"more than {MAX_PLANNED_SEQUENCES:,} packed sequences over all cases; wanted fewer cases")
@@ -77,17 +82,17 @@ def check_policy(check: Check, path: Path, report: Report) -> CheckPolicy:
 
 def _given(model: Any) -> dict[str, Any]:
     """Fields that the file gives, nulls included, without converting what they hold."""
-    return {name: getattr(model, name) for name in model.model_fields_set}
+    return {name: getattr(model, name) for name in type(model).model_fields if name in model.model_fields_set}
 
 
-def _axes(entry: Entry) -> dict[str, list[Any]]:
-    return {name: values for name, values in _given(entry.matrix).items() if values} if entry.matrix else {}
+def _axes(entry: Entry, given: dict[str, Any]) -> dict[str, list[Any]]:
+    values = _given(entry.matrix) if entry.matrix else {}
+    return {name: values[name] for name in given.get("matrix") or () if values[name]}
 
 
-def _sizes_are_sane(model: ScenarioModel, report: Report) -> bool:
+def _sizes_are_sane(entries: list[dict[str, list[Any]]], report: Report) -> bool:
     total = 0
-    for i, entry in enumerate(model.cases):
-        axes = _axes(entry)
+    for i, axes in enumerate(entries):
         count = math.prod(len(values) for values in axes.values())
         total += count
         if total > MAX_CASES:
@@ -99,10 +104,11 @@ def _sizes_are_sane(model: ScenarioModel, report: Report) -> bool:
     return True
 
 
-def _cases(model: ScenarioModel, entry: Entry, path: Path, report: Report) -> Iterator[Case]:
+def _cases(
+    model: ScenarioModel, entry: Entry, axes: dict[str, list[Any]], path: Path, report: Report
+) -> Iterator[Case]:
     fixed = {name: value for name, value in _given(entry).items() if name in FIELDS_OF_ALL}
-    axes = _axes(entry)
-    for name in axes.keys() & fixed.keys():
+    for name in (name for name in axes if name in fixed):
         report((*path, name), f"`{name}` is also an axis of `matrix`; wanted it in one place")
     ops = axes.get("op") or [fixed.get("op") or model.defaults.op or DEFAULTS["op"]]
     for name in (*fixed, *axes):

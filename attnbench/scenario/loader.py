@@ -79,7 +79,7 @@ def load_text(text: str, file: str = "<text>") -> Scenario:
         _judge_the_rest(document, found, report)
         raise ScenarioError(file, problems + list(found.values())) from None
 
-    planned = expand(model, report)
+    planned = expand(model, document.data, report)
     if problems:
         raise ScenarioError(file, problems)
     measure = model.measure.model_dump()
@@ -118,4 +118,4 @@ def _judge_the_rest(document: Document, found: dict[Path, Problem], report: Repo
             path = ("cases", kept[int(path[1])], *path[2:])
         report(path, message)
 
-    expand(model, place)
+    expand(model, data, place)
