@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from attnbench.backends.base import Prepared
+from attnbench.backends.compiler import compiled
 from attnbench.ops import operation
 from attnbench.ops.base import Inputs
 from attnbench.scenario.case import AttentionCase, Case, op_name
 
 if TYPE_CHECKING:
     import torch
+
+    Function = Callable[..., dict[str, torch.Tensor]]
 
 MAX_SEQUENCES = 16
 
@@ -26,32 +30,28 @@ class Compile:
         return None
 
     def prepare(self, case: Case, inputs: Inputs) -> Prepared:
-        import torch
-
-        names = tuple(inputs.tensors)
-        function = torch.compile(_function(case, inputs), dynamic=False)
+        tensors = tuple(inputs.tensors.values())
+        function = compiled(_attention(case, inputs) if isinstance(case, AttentionCase) else _any(case, inputs))
 
         def forward() -> dict[str, torch.Tensor]:
-            outputs: dict[str, torch.Tensor] = function(*(inputs.tensors[name] for name in names))
+            outputs: dict[str, torch.Tensor] = function(*tensors)
             return outputs
 
         return Prepared(forward=forward)
 
 
-def _function(case: Case, inputs: Inputs) -> Any:
-    """A function of the input tensors alone, so that dynamo guards on nothing else."""
-    names = tuple(inputs.tensors)
-    if isinstance(case, AttentionCase):
-        return _attention(case, inputs)
-    op = operation(op_name(case))
+def _any(case: Case, inputs: Inputs) -> Function:
+    """The operation's eager as a function of its tensors alone, so that dynamo guards on nothing else."""
+    op, names, extras = operation(op_name(case)), tuple(inputs.tensors), inputs.extras
 
     def call(*tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-        return op.eager(case, Inputs(dict(zip(names, tensors, strict=True)), {}, inputs.extras))
+        return op.eager(case, Inputs(dict(zip(names, tensors, strict=True)), {}, extras))
 
     return call
 
 
-def _attention(case: AttentionCase, inputs: Inputs) -> Any:
+def _attention(case: AttentionCase, inputs: Inputs) -> Function:
+    """Offsets become Python numbers: reading them from a tensor would break the graph."""
     from attnbench.ops.attention_eager import dense, packed
 
     causal, scale = case.causal, case.scale

@@ -1,59 +1,64 @@
-"""Our Triton kernels."""
+"""Our Triton kernels; on the CPU under Triton's interpreter, to be checked and never timed."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
 
+from attnbench.backends.attention_call import attention_call
 from attnbench.backends.base import Prepared
 from attnbench.ops.base import Inputs
-from attnbench.scenario.case import AttentionCase, Case
+from attnbench.scenario.case import AttentionCase, Case, op_name
 
 if TYPE_CHECKING:
     import torch
 
 
 class Triton:
-    """`kernels_triton`; on the CPU under Triton's interpreter, to be checked and never timed."""
+    """`kernels_triton`, every operation."""
 
     name = "triton"
 
     def supports(self, case: Case, device: str) -> str | None:
         if not isinstance(case, AttentionCase):
-            from attnbench.backends import attnres_triton
-
-            return attnres_triton.unsupported(case, device)
-        return _head_dims(case)
+            return None
+        for name, dim in (("head dim", case.head_dim), ("value head dim", case.dv)):
+            if dim % 8 or not 8 <= dim <= 256:
+                return f"{name} {dim}: wants a multiple of 8 from 8 to 256"
+        return None
 
     def prepare(self, case: Case, inputs: Inputs) -> Prepared:
-        if next(iter(inputs.tensors.values())).device.type == "cpu":
+        if all(tensor.device.type == "cpu" for tensor in inputs.tensors.values()):
             os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
-        if isinstance(case, AttentionCase):
-            return _attention(inputs)
-        from attnbench.backends import attnres_triton
-
-        return attnres_triton.prepare(case, inputs)
-
-
-def _head_dims(case: AttentionCase) -> str | None:
-    for name, dim in (("head dim", case.head_dim), ("value head dim", case.dv)):
-        if dim % 8 or not 8 <= dim <= 256:
-            return f"{name} {dim}: wants a multiple of 8 from 8 to 256"
-    return None
+        return _attention(inputs) if isinstance(case, AttentionCase) else _residual(case, inputs)
 
 
 def _attention(inputs: Inputs) -> Prepared:
     import kernels_triton
 
-    q, k, v = (inputs.tensors[name] for name in ("q", "k", "v"))
-    d_out, d_lse = inputs.cotangents.get("out"), inputs.cotangents.get("lse")
-    extras = inputs.extras
+    call = attention_call(inputs)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return kernels_triton.attention(q, k, v, return_lse=True, **call.extras)
 
     def forward() -> dict[str, torch.Tensor]:
-        out, lse = kernels_triton.attention(q, k, v, return_lse=True, **extras)
+        out, lse = run(call.q, call.k, call.v)
         return {"out": out, "lse": lse}
 
-    return Prepared(forward=forward, deterministic=True)
+    return Prepared(forward=forward, kernel_forward=lambda: run(*call.detached), deterministic=True)
+
+
+def _residual(case: Case, inputs: Inputs) -> Prepared:
+    import kernels_triton
+
+    function = getattr(kernels_triton, op_name(case))
+    detached = {name: tensor.detach() for name, tensor in inputs.tensors.items()}
+
+    def forward() -> dict[str, torch.Tensor]:
+        out, lse = function(**inputs.tensors, **inputs.extras)
+        return {"out": out, "lse": lse}
+
+    return Prepared(forward=forward, kernel_forward=lambda: function(**detached, **inputs.extras), deterministic=True)
 
 
 TRITON = Triton()
