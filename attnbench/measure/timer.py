@@ -1,0 +1,218 @@
+"""Clocks: device time by CUDA graph or by queued events, and host time.
+
+A device sample is the span between two events on one stream around one call. Two things would spoil it and are kept
+out: host time (the launches of a whole batch are queued behind a sleeping kernel, and each sample proves afterwards
+that its launch was queued before the device reached it) and a warm L2 (a buffer of twice its size is written before
+each sample, outside the span). Both are discussed in docs/measuring.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+_MAX_SLEEP_MS = 200.0
+
+
+@dataclass
+class Timed:
+    """One callable made ready for device timing on `stream`.
+
+    `timer` is "graph" or "events"; `result` the tensors that each launch writes (graph) or None; `reason` says why no
+    graph was captured. `host_ms`/`device_ms` are estimates of one launch, used to size the queue.
+    """
+
+    launch: Call
+    timer: str
+    stream: torch.cuda.Stream
+    result: Any = None
+    graph: torch.cuda.CUDAGraph | None = None
+    reason: str | None = None
+    host_ms: float = 0.05
+    device_ms: float = 0.05
+
+    def close(self) -> None:
+        """Give the graph's memory back."""
+        self.result = None
+        self.launch = _closed
+        if self.graph is not None:
+            self.graph.reset()
+            self.graph = None
+
+
+def _closed() -> None:
+    raise RuntimeError("this timed callable was closed")
+
+
+@dataclass
+class DeviceClock:
+    """Device time on one GPU. Not thread-safe; one per worker process."""
+
+    stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
+    flush_l2: bool = True
+
+    def __post_init__(self) -> None:
+        device = torch.cuda.current_device()
+        l2 = int(torch.cuda.get_device_properties(device).L2_cache_size) or 64 << 20
+        # Twice the size: L2 is hashed and set-associative, so writing exactly its size leaves residue.
+        self._flush = torch.empty(2 * l2, dtype=torch.int8, device=device)
+        self._cycles_per_ms = self._calibrate_sleep()
+
+    def _calibrate_sleep(self) -> float:
+        cycles = 2_000_000
+        spans = []
+        with torch.cuda.stream(self.stream):
+            for _ in range(3):
+                start, end = _event(), _event()
+                start.record()
+                torch.cuda._sleep(cycles)
+                end.record()
+                end.synchronize()
+                spans.append(start.elapsed_time(end))
+        return cycles / min(spans)
+
+    def flush(self) -> None:
+        """Evict the L2 cache by writing twice its size, on the current stream."""
+        self._flush.zero_()
+
+    def prepare(self, call: Call, *, graph: bool = True, warm_up: int = 3) -> Timed:
+        """Warm `call` up on this clock's stream and capture it; falls back to plain launches where capture fails.
+
+        Whatever `call` raises while warming up is the caller's to handle; only a failing capture falls back.
+        """
+        with torch.cuda.stream(self.stream):
+            for _ in range(warm_up):
+                call()
+        self.stream.synchronize()
+        timed = Timed(launch=call, timer="events", stream=self.stream)
+        if graph:
+            timed = self._capture(call) or timed
+        self._estimate(timed)
+        return timed
+
+    def _capture(self, call: Call) -> Timed | None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                result = call()
+        except Exception as error:
+            torch.cuda.synchronize()  # raises again where the error is sticky
+            return Timed(launch=call, timer="events", stream=self.stream, reason=f"not captured: {_first_line(error)}")
+        timed = Timed(launch=graph.replay, timer="graph", stream=self.stream, result=result, graph=graph)
+        with torch.cuda.stream(self.stream):
+            timed.launch()
+        self.stream.synchronize()
+        return timed
+
+    def _estimate(self, timed: Timed) -> None:
+        hosts, devices = [], []
+        with torch.cuda.stream(self.stream):
+            for _ in range(3):
+                start, end = _event(), _event()
+                began = time.perf_counter()
+                start.record()
+                timed.launch()
+                end.record()
+                hosts.append(1e3 * (time.perf_counter() - began))
+                end.synchronize()
+                devices.append(start.elapsed_time(end))
+        timed.host_ms, timed.device_ms = min(hosts), max(min(devices), 1e-3)
+
+    def sample(self, order: Sequence[Timed]) -> tuple[list[float], bool]:
+        """Cold (or warm, without `flush_l2`) device time of each launch of `order`, in milliseconds.
+
+        The second value is False when some launch may have reached an idle device, so that its span holds host time.
+        """
+        return self._sample(order, self.flush_l2)
+
+    def sample_warm(self, timed: Timed, count: int) -> list[float]:
+        """Device time with whatever the previous call left in L2."""
+        return self._sample([timed] * count, False)[0]
+
+    def _sample(self, order: Sequence[Timed], flush: bool) -> tuple[list[float], bool]:
+        flush_ms = self._flush.numel() / 3e9 if flush else 0.0
+        lag = 0.0  # how far the device must lag behind at the start for the host to stay ahead to the end
+        queued = 0.0
+        for timed in order:
+            queued += timed.host_ms + 0.03
+            lag = max(lag, queued)
+            queued -= timed.device_ms + flush_ms
+        sleep_ms = min(0.1 + 1.5 * lag, _MAX_SLEEP_MS)
+        for _ in range(3):
+            samples, ahead, late_ms = self._batch(order, flush, sleep_ms)
+            if ahead or sleep_ms >= _MAX_SLEEP_MS:
+                break
+            sleep_ms = min(2 * sleep_ms + late_ms, _MAX_SLEEP_MS)
+        return samples, ahead
+
+    def _batch(self, order: Sequence[Timed], flush: bool, sleep_ms: float) -> tuple[list[float], bool, float]:
+        spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = [(_event(), _event()) for _ in order]
+        origin = _event()
+        queued_at = []
+        with torch.cuda.stream(self.stream):
+            self.stream.synchronize()
+            origin.record()
+            began = time.perf_counter()
+            torch.cuda._sleep(int(sleep_ms * self._cycles_per_ms))
+            for timed, (start, end) in zip(order, spans, strict=True):
+                if flush:
+                    self.flush()
+                start.record()
+                timed.launch()
+                end.record()
+                queued_at.append(1e3 * (time.perf_counter() - began))
+        self.stream.synchronize()
+        late = [queued - origin.elapsed_time(start) for queued, (start, _) in zip(queued_at, spans, strict=True)]
+        samples = [start.elapsed_time(end) for start, end in spans]
+        return samples, max(late) <= 0, max(0.0, *late)
+
+    def back_to_back(self, timed: Timed, seconds: float) -> tuple[int, float]:
+        """Keep the device busy with `timed` (flushes included) for about `seconds`; (calls, ms per call and flush)."""
+        count = 0
+        began = time.perf_counter()
+        step = max(1, min(200, int(10 / (timed.device_ms + 0.05))))
+        with torch.cuda.stream(self.stream):
+            while time.perf_counter() - began < seconds:
+                for _ in range(step):
+                    if self.flush_l2:
+                        self.flush()
+                    timed.launch()
+                count += step
+                self.stream.synchronize()
+        return count, 1e3 * (time.perf_counter() - began) / count
+
+
+def host_samples(call: Call, count: int, *, seconds: float = 0.5) -> list[float]:
+    """Host time of `call` until it returns, without waiting for the device, in milliseconds.
+
+    Consecutive calls are not synchronised (a launch into a non-empty queue is what a training loop sees), but the queue
+    is drained often enough never to block on a full one.
+    """
+    samples = []
+    cuda = torch.cuda.is_available()
+    began = time.perf_counter()
+    for index in range(count):
+        if cuda and index % 5 == 0:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        samples.append(1e3 * (time.perf_counter() - start))
+        if time.perf_counter() - began > seconds and len(samples) >= 3:
+            break
+    if cuda:
+        torch.cuda.synchronize()
+    return samples
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:200]

@@ -1,0 +1,71 @@
+"""The worker process: `python -m attnbench.measure.worker JOBS RECORDS DEVICE`, two pipe descriptors and a device.
+
+A fresh interpreter in a session of its own. Jobs come in over one pipe, messages go out over another, so nothing that a
+kernel or a compiler prints can corrupt them; stdout and stderr go to the parent's log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from typing import Any
+
+from attnbench.measure.job import CaseJob, CeilingsJob, Done, Hello, Inbox, Phase, send
+
+
+def main(arguments: list[str]) -> int:
+    jobs, records, device = int(arguments[0]), int(arguments[1]), arguments[2]
+    _die_with_parent()
+    session, hello = _start(device)
+    send(records, hello)
+    inbox = Inbox()
+    while data := os.read(jobs, 1 << 16):
+        for job in inbox.feed(data):
+            _serve(session, job, records)
+    return 0
+
+
+def _serve(session: Any, job: CaseJob | CeilingsJob, records: int) -> None:
+    from attnbench.measure.case_runner import CaseRunner
+
+    if isinstance(job, CeilingsJob):
+        from attnbench.measure.ceilings import measure_ceilings
+
+        send(records, Phase("ceilings", None, 120.0))
+        payload = measure_ceilings(session.clock, job.dtypes, session.uuid, job.seconds)
+        send(records, Done(payload=payload))
+        return
+    CaseRunner(session, job, lambda message: send(records, message)).run()
+
+
+def _start(device: str) -> tuple[Any, Hello]:
+    import torch
+
+    from attnbench.measure.timing import Session
+
+    if device == "cpu":
+        return Session("cpu"), Hello(os.getpid(), "cpu")
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device is usable; `attnbench doctor` says why")
+    properties = torch.cuda.get_device_properties(0)
+    from attnbench.measure.board import board
+
+    uuid = f"GPU-{properties.uuid}"
+    described = board(uuid)
+    name = described.name if described else properties.name
+    session = Session("cuda", name, uuid, properties.multi_processor_count)
+    return session, Hello(os.getpid(), "cuda", name, uuid, properties.multi_processor_count, properties.total_memory)
+
+
+def _die_with_parent() -> None:
+    """On Linux, end with the parent even when it is killed: an orphan would hold the GPU."""
+    with contextlib.suppress(OSError, AttributeError):
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
