@@ -4,6 +4,8 @@ Each gradient tile has one writer and a fixed order of summation, so results are
 price is that scores and dP are computed twice.
 """
 
+# mypy: disallow-untyped-defs=False
+
 from __future__ import annotations
 
 import triton
@@ -59,7 +61,7 @@ def attention_dq_kernel(
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, VARLEN: tl.constexpr, ALL_LIVE: tl.constexpr,
     HAS_DLSE: tl.constexpr, COMPUTE_DQ: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BLOCK_M queries of one head: dq (natural layout, contiguous) and what the dK/dV kernel needs of a row.
+    """One tile of BLOCK_M queries of one head: dq (contiguous) and what the dK/dV kernel needs of a row.
 
     That is `delta = rowsum(dO * O) - dlse` and `shift = lse * log2(e)`, where a row that sees no key gets `+inf`, which
     makes each of its probabilities exp2(-inf) = 0. With COMPUTE_DQ off only these two are written.
@@ -136,7 +138,7 @@ def _dkv_step(
     scale_log2, BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, VARLEN: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One query tile. Scores are held transposed, [keys, queries], so that P and dS are register operands as they are."""
+    """One query tile. Scores are transposed, [keys, queries], so that P and dS are register operands as they are."""
     rows = m + tl.arange(0, BLOCK_M)
     q = load_tile(q_desc, desc_batch, head, q_start + m, BLOCK_M, D)
     do = load_tile(do_desc, desc_batch, head, q_start + m, BLOCK_M, DV)
@@ -220,16 +222,12 @@ def attention_dkv_kernel(
         full = q_len // BLOCK_M * BLOCK_M
     for member in range(GROUP_SIZE):
         head = kv_head * GROUP_SIZE + member
-        if VARLEN:
-            row_base = head.to(tl.int64) * tokens_q + q_start
-        else:
-            row_base = (b.to(tl.int64) * heads + head) * seqlen_q
+        row_base = head.to(tl.int64) * tokens_q + q_start if VARLEN else (b.to(tl.int64) * heads + head) * seqlen_q
         if CAUSAL or VARLEN:
             diagonal = (tl.minimum(whole, tl.maximum(full, begin)) - begin) // BLOCK_M
             masked = diagonal
             if VARLEN:
-                if (full < q_len) & (begin < q_len):
-                    masked = diagonal + 1
+                masked += ((full < q_len) & (begin < q_len)).to(tl.int32)
             for i in tl.range(0, masked, num_stages=STAGES):
                 m = tl.where(i < diagonal, begin + i * BLOCK_M, full)
                 dk, dv = _dkv_step(

@@ -1,11 +1,13 @@
 """The forward kernel: FlashAttention-2's tiling with an online softmax in base 2 (Dao 2023, algorithm 1)."""
 
+# mypy: disallow-untyped-defs=False
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kernels_triton.attention_tiles import INTERPRETED, LN2, LOG2E, load_tile, sequence, tile_and_pair
+from kernels_triton.attention_tiles import INTERPRETED, LN2, load_tile, sequence, tile_and_pair
 
 
 @triton.jit

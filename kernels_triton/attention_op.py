@@ -167,7 +167,7 @@ def _check_device(q: torch.Tensor) -> None:
     if q.is_cuda or INTERPRETED:
         return
     raise ValueError(
-        f"q is on {q.device}: Triton kernels want CUDA tensors (on a CPU set TRITON_INTERPRET=1 before triton is imported)"
+        f"q is on {q.device}: want CUDA tensors (on a CPU, set TRITON_INTERPRET=1 before triton is imported)"
     )
 
 

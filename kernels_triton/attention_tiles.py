@@ -1,11 +1,13 @@
 """What the three attention kernels share: which tile a program owns, where its sequence lies, and its loads."""
 
+# mypy: disallow-untyped-defs=False
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# The interpreter's bf16 arithmetic is wrong and its dots want one dtype, so kernels compute in fp32 there, and only there.
+# The interpreter's bf16 arithmetic is wrong, so kernels compute in fp32 there, and only there.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -32,8 +34,8 @@ def tile_and_pair(pid, tiles, pairs, group, HEAVY_LAST: tl.constexpr):
 def sequence(cu_ptr, batch_index, batch, dense_length, tokens, VARLEN: tl.constexpr):
     """(first row, length, end of the rows that belong to this sequence index).
 
-    In packed input index `batch` stands for the rows beyond cu_seqlens[-1], which form no sequence: length 0 with rows to
-    be filled.
+    In packed input index `batch` stands for the rows beyond cu_seqlens[-1], which form no sequence: length 0, with
+    rows to be filled.
     """
     if VARLEN:
         start = tl.load(cu_ptr + batch_index)
