@@ -64,7 +64,7 @@ def memory(case: AttentionCase) -> dict[str, int]:
     scores = case.heads * sum(q * k for q, k in case.lengths)
     eager = held + scores * (4 * 4 + 3 * item) + kv * case.heads // case.kv_heads
     results = (2 * q + kv + out) // item
-    check = held + results * (8 + item) + lse * 3 + q + kv + out + CHUNK_BYTES
+    check = held + results * (8 + item) + lse * 3 + q + kv + out + min(CHUNK_BYTES, scores * 8 * 8 + (1 << 20))
     return {"kernel": kernel, "eager": eager, "check": check}
 
 
