@@ -1,0 +1,119 @@
+"""A sweep: jobs through the worker, records into the store, progress to the terminal. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from attnbench.errors import UserError
+from attnbench.measure.job import CaseJob, Hello, Phase
+from attnbench.measure.jobs import seconds
+from attnbench.measure.supervisor import Supervisor
+from attnbench.results.record import Record
+
+Store = Callable[[Record], None]
+
+
+def execute(supervisor: Supervisor, jobs: Sequence[CaseJob], store: Store, *, show: bool | None = None) -> list[Record]:
+    """Run every job and hand each record to `store` as soon as it is there; returns them all.
+
+    A bar with an ETA is drawn on stderr where that is a terminal (or `show` says so).
+    """
+    records: list[Record] = []
+    guesses = [
+        {(row.backend, p): seconds(job, row) / len(row.passes) for row in job.rows for p in row.passes} for job in jobs
+    ]
+    with progress(sum(sum(g.values()) for g in guesses), sum(map(len, guesses)), show) as step:
+        for job, guess in zip(jobs, guesses, strict=True):
+            for message in supervisor.run(job):
+                if isinstance(message, Phase):
+                    step(f"{job.case.label}  {message.backend or ''} {message.name}", 0.0, 0)
+                else:
+                    records.append(message)
+                    store(message)
+                    step(f"{job.case.label}  {message.backend}", guess.get((message.backend, message.pass_), 0.0), 1)
+    return records
+
+
+Step = Callable[[str, float, int], None]
+
+
+@contextlib.contextmanager
+def progress(total_s: float, rows: int, show: bool | None = None) -> Iterator[Step]:
+    """A bar over `total_s` predicted seconds; the yielded function takes (what, seconds done, rows done)."""
+    if not (sys.stderr.isatty() if show is None else show):
+        yield lambda what, done, count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.fields[rows]}"),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=max(total_s, 1e-9), rows=f"0/{rows}")
+        count = 0
+
+        def step(what: str, done: float, more: int) -> None:
+            nonlocal count
+            count += more
+            bar.update(task, advance=done, description=what, rows=f"{count}/{rows}")
+
+        yield step
+
+
+def describe_gpu(hello: Hello) -> dict[str, Any] | None:
+    """`run.json`'s `gpu`: NVML's description and the datasheet's peaks, None on the CPU."""
+    if hello.device != "cuda":
+        return None
+    from attnbench.measure.board import board
+    from attnbench.measure.peaks import peak_of
+
+    described = board(hello.uuid)
+    gpu = asdict(described) if described else {"name": hello.board, "uuid": hello.uuid}
+    peak = peak_of(hello.board)
+    return {**gpu, "sms": hello.sms, "memory_bytes": hello.memory_bytes, "peak": asdict(peak) if peak else None}
+
+
+def with_ceilings(supervisor: Supervisor, jobs: Sequence[CaseJob]) -> tuple[list[CaseJob], dict[str, float]]:
+    """Measure the board's ceilings for the jobs' dtypes and tell every job; nothing on the CPU."""
+    if supervisor.device != "cuda":
+        return list(jobs), {}
+    dtypes = tuple(sorted({job.case.dtype for job in jobs}))
+    found = supervisor.ceilings(dtypes)
+    return [replace(job, ceilings=found) for job in jobs], found
+
+
+@contextlib.contextmanager
+def gpu_lock(uuid: str | None) -> Iterator[None]:
+    """Hold this machine's lock of one board, so that two runs do not time each other's work."""
+    if uuid is None:
+        yield
+        return
+    from filelock import FileLock, Timeout
+
+    path = Path(tempfile.gettempdir()) / f"attnbench-{os.getuid()}-{uuid}.lock"
+    lock = FileLock(path)
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            print(f"waiting for another attnbench on {uuid} ({path})", file=sys.stderr)
+            lock.acquire()
+    except OSError as error:
+        raise UserError(f"cannot lock {path}: {error.strerror}; set TMPDIR to a folder that you may write") from None
+    try:
+        yield
+    finally:
+        lock.release()
