@@ -184,12 +184,11 @@ __device__ __forceinline__ void issue_scores(float (&s)[BLOCK_N / 2], u64 q, u64
 // O += P V
 __device__ __forceinline__ void issue_output(float (&o)[HEAD_DIM_V / 2], const u32 (&weights)[BLOCK_N / 16][4], u64 v) {
   constexpr int kWhole = HEAD_DIM_V / 64 * 64;
-  constexpr int kRest = HEAD_DIM_V - kWhole;
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 16; ++i) {
     Wgmma<kWhole>::rs<0>(o, weights[i], v + (i * 2048 >> 4), 1);
 #if HEAD_DIM_V % 64
-    Wgmma<kRest>::rs<kWhole / 2>(o, weights[i], v + ((kWhole / 64 * kKPanel + i * 2048) >> 4), 1);
+    Wgmma<HEAD_DIM_V - kWhole>::rs<kWhole / 2>(o, weights[i], v + ((kWhole / 64 * kKPanel + i * 2048) >> 4), 1);
 #endif
   }
 }
@@ -281,6 +280,7 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, u32 q
       issue_scores(s, q, wgmma_k_major(k_smem + k_stage(step) * kKBytes));
       wgmma_commit();
       wgmma_wait<0>();
+      registers_fence(s);
       release_k(step);
       if (blocks.end > blocks.first_masked) mask(blocks.end - 1);
       softmax_step<0, 0, 1>(s, row, factor, p.scale_log2);
@@ -310,10 +310,13 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, u32 q
         wgmma_commit();
         if (PINGPONG) named_barrier_arrive(next_turn, 256);
         wgmma_wait<1>();
+        registers_fence(s);
         release_k(step + 1);
         if constexpr (decltype(masked)::value) mask(block);
         rescale = softmax_step<THRESHOLD, decltype(masked)::value ? 0 : POLY, EVERY>(s, row, factor, p.scale_log2);
+        registers_fence(s);  // the exponentials belong here, under P V
         wgmma_wait<0>();
+        registers_fence(o);
         release_v(step);
         if (!RESCALE_EARLY && rescale) rescale_output(o, factor);
         pack_weights(weights, s);
@@ -329,6 +332,7 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, u32 q
       issue_output(o, weights, wgmma_mn_major(v_smem + step % STAGES * kVBytes, kKPanel));
       wgmma_commit();
       wgmma_wait<0>();
+      registers_fence(o);
       release_v(step);
       ++step;
     }
@@ -341,10 +345,10 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, u32 q
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(row.sum[2 * r] + row.sum[2 * r + 1]);
-      const bool empty = row.max[r] == -kInfinity;
+      const bool empty = row.max[r] == -ATTN_INFINITY && sum == 0.f;  // a row of NaN is not empty
       inverse[r] = empty ? 0.f : 1.f / sum;
       if ((lane & 3) == 0 && row0 + 8 * r < tile.rows)
-        p.lse[lse_row + row0 + 8 * r] = empty ? -kInfinity : row.max[r] * p.scale + kLn2 * log2_mufu(sum);
+        p.lse[lse_row + row0 + 8 * r] = empty ? -ATTN_INFINITY : row.max[r] * p.scale + kLn2 * log2_mufu(sum);
     }
     rescale_output(o, inverse);
     named_barrier_sync(together, 128);  // every warp is done reading Q
@@ -428,16 +432,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_forward(const __g
 }
 
 #if VARLEN
+struct PrepareParams {
+  const int* cu_seqlens_q;
+  int* tile_offsets;
+  int batch;
+  int tokens;
+};
+
 // Row tiles before each packed sequence; entry `batch` counts the tokens beyond the last sequence as one more. One
 // block of 1,024 threads, each with a run of neighbouring sequences.
 extern "C" __global__ void __launch_bounds__(1024, 1)
-    sm90_forward_prepare(const int* cu_seqlens_q, int* tile_offsets, int batch, int tokens) {
+    sm90_forward_prepare(const __grid_constant__ PrepareParams p) {
   __shared__ int warp_totals[32];
-  const int run = (batch + 1 + 1023) / 1024;
+  const int run = (p.batch + 1 + 1023) / 1024;
   const int first = threadIdx.x * run;
-  const int last = min(first + run, batch + 1);
+  const int last = min(first + run, p.batch + 1);
   const auto tiles = [&](int i) {
-    const int length = (i == batch ? tokens : cu_seqlens_q[i + 1]) - cu_seqlens_q[i];
+    const int length = (i == p.batch ? p.tokens : p.cu_seqlens_q[i + 1]) - p.cu_seqlens_q[i];
     return (max(length, 0) + kBlockM - 1) / kBlockM;
   };
   int total = 0;
@@ -452,10 +463,10 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
   __syncthreads();
   int before = sum - total;
   for (int w = 0; w < static_cast<int>(threadIdx.x) / 32; ++w) before += warp_totals[w];
-  if (threadIdx.x == 0) tile_offsets[0] = 0;
+  if (threadIdx.x == 0) p.tile_offsets[0] = 0;
   for (int i = first; i < last; ++i) {
     before += tiles(i);
-    tile_offsets[i + 1] = before;
+    p.tile_offsets[i + 1] = before;
   }
 }
 #endif

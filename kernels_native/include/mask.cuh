@@ -17,7 +17,7 @@ __device__ __forceinline__ void mask_columns(float (&s)[N], int limit0, int limi
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const int column = 8 * (i / 4) + i % 2;
-    if (column >= ((i & 2) ? limit1 : limit0)) s[i] = -__builtin_huge_valf();
+    if (column >= ((i & 2) ? limit1 : limit0)) s[i] = __int_as_float(0xff800000);
   }
 }
 

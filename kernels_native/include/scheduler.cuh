@@ -24,11 +24,11 @@ __device__ __forceinline__ int zigzag(int round, int block, int blocks) {
 
 // Dense batches. Heads are walked in sections whose keys and values fit the L2 cache; under causal a section goes from
 // its last row of tiles (most keys) to its first.
-template <bool CAUSAL>
+template <bool LONGEST_FIRST>
 __device__ __forceinline__ void dense_tile(int index, int row_tiles, int heads, int total_heads, int section_heads,
                                            int& row_tile, int& head, int& batch) {
   int flat;
-  if (CAUSAL) {
+  if (LONGEST_FIRST) {
     const int section = index / (section_heads * row_tiles);
     const int first = section * section_heads;
     const int here = min(section_heads, total_heads - first);

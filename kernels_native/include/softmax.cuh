@@ -4,7 +4,7 @@
 
 namespace attn {
 
-constexpr float kInfinity = __builtin_huge_valf();
+#define ATTN_INFINITY __int_as_float(0x7f800000)
 constexpr float kLn2 = 0.693147180559945f;
 
 __device__ __forceinline__ float exp2_mufu(float x) {
@@ -60,8 +60,8 @@ struct RowState {
 
   // Rows that are not ours to judge (beyond the sequence) start at +inf and never ask for a rescale.
   __device__ __forceinline__ void reset(bool valid0, bool valid1) {
-    max[0] = valid0 ? -kInfinity : kInfinity;
-    max[1] = valid1 ? -kInfinity : kInfinity;
+    max[0] = valid0 ? -ATTN_INFINITY : ATTN_INFINITY;
+    max[1] = valid1 ? -ATTN_INFINITY : ATTN_INFINITY;
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum[i] = 0.f;
   }
@@ -70,9 +70,9 @@ struct RowState {
 // Turns scores into exp2(score * scale_log2 - max * scale_log2), updates maximum and sum, and gives the factors by which
 // earlier sums (done here) and outputs (the caller's) shrink; returns whether any differs from 1, alike across a warp.
 //
-// THRESHOLD > 0 keeps an old maximum until the new one exceeds it by that much in log2 units: the result is the same
-// after normalisation, and nearly every step skips the rescale. Of each EVERY columns pairs, POLY go to exp2_fma.
-template <int THRESHOLD, int POLY, int EVERY, int N>
+// Threshold > 0 keeps an old maximum until the new one exceeds it by that much in log2 units: the result is the same
+// after normalisation, and nearly every step skips the rescale. Of every `Every` column pairs `Poly` go to exp2_fma.
+template <int Threshold, int Poly, int Every, int N>
 __device__ __forceinline__ bool softmax_step(float (&s)[N], RowState& row, float (&factor)[2], float scale_log2) {
   float high[4] = {row.max[0], s[1], row.max[1], s[3]};
 #pragma unroll
@@ -81,8 +81,8 @@ __device__ __forceinline__ bool softmax_step(float (&s)[N], RowState& row, float
   const float max1 = quad_max(fmaxf(high[2], high[3]));
   bool rescale = true;
   factor[0] = factor[1] = 1.f;
-  if (THRESHOLD > 0) {
-    const bool grown = (max0 - row.max[0]) * scale_log2 > THRESHOLD || (max1 - row.max[1]) * scale_log2 > THRESHOLD;
+  if (Threshold > 0) {
+    const bool grown = (max0 - row.max[0]) * scale_log2 > Threshold || (max1 - row.max[1]) * scale_log2 > Threshold;
     rescale = __any_sync(0xffffffffu, grown);
   }
   if (rescale) {
@@ -97,12 +97,12 @@ __device__ __forceinline__ bool softmax_step(float (&s)[N], RowState& row, float
     row.sum[3] *= factor[1];
   }
   // A row without a visible key so far has maximum -inf; any finite base gives exp2(-inf) = 0 there.
-  const float base0 = row.max[0] == -kInfinity ? 0.f : row.max[0] * scale_log2;
-  const float base1 = row.max[1] == -kInfinity ? 0.f : row.max[1] * scale_log2;
+  const float base0 = row.max[0] == -ATTN_INFINITY ? 0.f : row.max[0] * scale_log2;
+  const float base1 = row.max[1] == -ATTN_INFINITY ? 0.f : row.max[1] * scale_log2;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const float x = fmaf(s[i], scale_log2, (i & 2) ? -base1 : -base0);
-    s[i] = (i >> 2) % EVERY < POLY ? exp2_fma(x) : exp2_mufu(x);
+    s[i] = (i >> 2) % Every < Poly ? exp2_fma(x) : exp2_mufu(x);
     row.sum[i & 3] += s[i];
   }
   return rescale;

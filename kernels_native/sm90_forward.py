@@ -1,0 +1,220 @@
+"""Host side of the wgmma forward: which specialisation, which tensor maps, one launch."""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kernels_native.jit import Specialisation
+from kernels_native.launch import current_stream, kernel
+from kernels_native.tensor_map import tensor_map
+
+if TYPE_CHECKING:
+    import torch
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+LOG2_E = math.log2(math.e)
+L2_BYTES = 32 << 20
+"""Keys and values of one section of heads under causal: about what stays in the H200's 50 MB L2 beside the rest."""
+_PARAMS = struct.Struct("512s 5Q 8i 2f 48x")
+_PREPARE = struct.Struct("2Q 2i")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One specialisation of sm90_forward.cu; the fields are its macros."""
+
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    varlen: bool
+    dtype: str
+    block_n: int = 128
+    warpgroups: int = 2
+    stages: int = 2
+    q_stages: int = 2
+    pingpong: bool = True
+    rescale_early: bool = False
+    threshold: int = 8
+    poly: int = 0
+    every: int = 4
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: alignment, Q and O, K and V, barriers and tiles."""
+        panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
+        q = self.q_stages * max(panels, panels_v) * self.block_m * 128
+        kv = self.stages * (panels + panels_v) * self.block_n * 128
+        return 1024 + q + kv + self.q_stages * 48 + self.stages * 32
+
+    def specialisation(self, entry: str = "sm90_forward", threads: int | None = None) -> Specialisation:
+        macros = {
+            "HEAD_DIM": self.head_dim,
+            "HEAD_DIM_V": self.head_dim_v,
+            "BLOCK_N": self.block_n,
+            "WARPGROUPS": self.warpgroups,
+            "STAGES": self.stages,
+            "Q_STAGES": self.q_stages,
+            "CAUSAL": int(self.causal),
+            "VARLEN": int(self.varlen),
+            "PINGPONG": int(self.pingpong),
+            "RESCALE_EARLY": int(self.rescale_early),
+            "THRESHOLD": self.threshold,
+            "POLY": self.poly,
+            "EVERY": self.every,
+        }
+        options = [f"-D{name}={value}" for name, value in macros.items()]
+        if self.dtype == "fp16":
+            options.append("-DATTN_FP16")
+        main = entry == "sm90_forward"
+        return Specialisation(
+            source="sm90_forward.cu",
+            entry=entry,
+            threads=128 * (self.warpgroups + 1) if main else 1024,
+            shared_bytes=self.shared_bytes if main else 0,
+            backend="sm90",
+            options=tuple(options),
+        )
+
+
+@functools.cache
+def choose(head_dim: int, head_dim_v: int, causal: bool, varlen: bool, dtype: str) -> Config:
+    """The measured best configuration (docs/performance.md) for head dims up to 256.
+
+    Raises:
+        ValueError: a head dim that no specialisation covers.
+    """
+    if not 0 < max(head_dim, head_dim_v) <= HEAD_DIMS[-1]:
+        raise ValueError(f"head dims {head_dim} and {head_dim_v}: sm90 takes 1 to {HEAD_DIMS[-1]}")
+    padded = next(d for d in HEAD_DIMS if d >= head_dim)
+    padded_v = padded if head_dim == head_dim_v else next(d for d in HEAD_DIMS if d >= head_dim_v)
+    base = Config(padded, padded_v, causal, varlen, dtype)
+    widest = max(padded, padded_v)
+    if widest == 64:
+        return replace(base, warpgroups=3)
+    if widest <= 128:
+        return base
+    if widest == 192:
+        return replace(base, block_n=112 if padded_v == 192 else 128, q_stages=1, pingpong=False, rescale_early=True)
+    return replace(base, block_n=80, q_stages=1, pingpong=False, rescale_early=True)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _usable(x: torch.Tensor) -> torch.Tensor:
+    """x as TMA can address it: itself, or a copy where the head dim is padded to eight, the strides are odd or zero."""
+    import torch
+
+    if x.shape[-1] % 8:
+        x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8))
+    good = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        good = good and (size == 1 or (stride > 0 and stride % 8 == 0))
+    return x if good else x.clone(memory_format=torch.contiguous_format)
+
+
+def _map(x: torch.Tensor, dtype: str, box_rows: int) -> bytes:
+    """Tensor map with coordinates (column, token, head, batch) over `[batch, tokens, heads, columns]` or packed."""
+    shape, strides = x.shape, x.stride()
+    if len(shape) == 3:
+        shape, strides = (1, *shape), (0, *strides)
+    batch, tokens, heads, columns = shape
+    # A dimension of one has a stride that nobody reads, but TMA checks it.
+    steps = [16 if shape[i] == 1 else 2 * strides[i] for i in (1, 2, 0)]
+    return tensor_map(
+        dtype, x.data_ptr(), (columns, tokens, heads, batch), (steps[0], steps[1], steps[2]), (64, box_rows, 1, 1)
+    )
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of validated CUDA tensors in bf16 or fp16; shapes as in `kernels_native.attention`.
+
+    Args:
+        softmax_scale: positive.
+        config: a specialisation to run instead of `choose`'s (benchmarks, tests).
+
+    Returns:
+        out in q's dtype, contiguous; lse in fp32, natural logarithm, `[batch, heads, rows]` or `[heads, tokens]`.
+    """
+    import torch
+
+    varlen = cu_seqlens_q is not None
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    dtype = "bf16" if q.dtype == torch.bfloat16 else "fp16"
+    if config is None:
+        config = choose(head_dim, head_dim_v, causal, varlen, dtype)
+    device = q.device.index
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    rows, keys = q.shape[-3], k.shape[-3]
+    batch = cu_seqlens_q.numel() - 1 if cu_seqlens_q is not None else q.shape[0]
+    padded_v = head_dim_v + -head_dim_v % 8
+    out = torch.empty((*q.shape[:-1], padded_v), dtype=q.dtype, device=q.device)
+    lse = torch.empty((heads, rows) if varlen else (batch, heads, rows), dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out[..., :head_dim_v], lse
+    q, k, v = _usable(q), _usable(k), _usable(v)
+    q_map = _map(q, dtype, config.block_m)
+    empty = k.numel() == 0  # then no key is ever loaded
+    maps = (
+        q_map,
+        q_map if empty else _map(k, dtype, config.block_n),
+        q_map if empty else _map(v, dtype, config.block_n),
+        _map(out, dtype, 64),
+    )
+    stream = current_stream(device)
+    row_tiles = -(-rows // config.block_m)
+    offsets_address = cu_q_address = cu_k_address = 0
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        offsets = torch.empty(batch + 2, dtype=torch.int32, device=q.device)
+        offsets_address = offsets.data_ptr()
+        cu_q_address, cu_k_address = cu_seqlens_q.data_ptr(), cu_seqlens_k.data_ptr()
+        prepare = kernel(config.specialisation("sm90_forward_prepare"), device)
+        prepare.launch((1, 1, 1), _PREPARE.pack(cu_q_address, offsets_address, batch, rows), stream)
+        most_tiles = (row_tiles + batch + 1) * heads
+    else:
+        most_tiles = row_tiles * heads * batch
+    group = heads // kv_heads
+    section = max(1, L2_BYTES // max(1, 2 * keys * (head_dim + head_dim_v))) * group
+    params = _PARAMS.pack(
+        b"".join(maps),
+        out.data_ptr(),
+        lse.data_ptr(),
+        cu_q_address,
+        cu_k_address,
+        offsets_address,
+        batch,
+        heads,
+        group,
+        rows,
+        keys,
+        row_tiles,
+        section,
+        padded_v,
+        softmax_scale,
+        softmax_scale * LOG2_E,
+    )
+    grid = min(_multiprocessors(device), most_tiles)
+    kernel(config.specialisation(), device).launch((grid, 1, 1), params, stream)
+    return (out if padded_v == head_dim_v else out[..., :head_dim_v].contiguous()), lse
