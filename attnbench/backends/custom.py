@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -66,9 +67,9 @@ def from_function(
 ) -> Backend:
     """A backend from a Python function that takes the operation's public arguments.
 
-    For attention: `function(q, k, v, *, causal, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)`,
-    called with those of the keywords that it has. Without the cu_seqlens ones packed cases are unsupported. It returns
-    out, or (out, lse). For the residual phases it takes their tensors and eps by name.
+    For attention: `function(q, k, v, *, causal, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+    max_seqlen_k)`, called with those of the keywords that it has. Without the cu_seqlens ones packed cases are
+    unsupported. It returns out, or (out, lse). For the residual phases it takes their tensors and eps by name.
 
     Args:
         supports: what else it does not take: `supports(case, device)` gives the reason, or None.
@@ -76,50 +77,37 @@ def from_function(
         lse_grad: whether a gradient flows through the lse that it returns.
         deterministic: whether equal calls promise equal bits; checked then.
     """
-    return _FunctionBackend(
-        function,
-        op,
-        name or getattr(function, "__name__", "custom"),
-        supports,
-        devices,
-        differentiable,
-        lse_grad,
-        deterministic,
-    )
+    name = name or str(getattr(function, "__name__", "custom"))
+    return _FunctionBackend(name, function, op, supports, devices, differentiable, lse_grad, deterministic)
 
 
+@dataclass
 class _FunctionBackend:
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        op: str,
-        name: str,
-        supports: Supports | None,
-        devices: tuple[str, ...],
-        differentiable: bool,
-        lse_grad: bool,
-        deterministic: bool,
-    ) -> None:
-        self.name = name
-        self._function, self._op, self._supports, self._devices = function, op, supports, devices
-        self._differentiable, self._lse_grad, self._deterministic = differentiable, lse_grad, deterministic
+    name: str
+    function: Callable[..., Any]
+    op: str
+    reason: Supports | None
+    devices: tuple[str, ...]
+    differentiable: bool
+    lse_grad: bool
+    deterministic: bool
 
     def supports(self, case: Case, device: str) -> str | None:
-        if op_name(case) != self._op:
-            return f"computes {self._op} only"
-        if device.split(":")[0] not in self._devices:
-            return f"runs on {' and '.join(self._devices)} only"
+        if op_name(case) != self.op:
+            return f"computes {self.op} only"
+        if device.split(":")[0] not in self.devices:
+            return f"runs on {' and '.join(self.devices)} only"
         if isinstance(case, AttentionCase) and case.layout == "varlen" and not self._takes("cu_seqlens_q"):
             return "takes no cu_seqlens_q: dense input only"
         if isinstance(case, AttentionCase) and case.causal and not self._takes("causal"):
             return "takes no causal: full attention only"
-        return self._supports(case, device) if self._supports is not None else None
+        return self.reason(case, device) if self.reason is not None else None
 
     def prepare(self, case: Case, inputs: Inputs) -> Prepared:
         extras = {name: value for name, value in inputs.extras.items() if self._takes(name)}
 
         def run(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            result = self._function(**tensors, **extras)
+            result = self.function(**tensors, **extras)
             if isinstance(result, tuple):
                 return {"out": result[0], "lse": result[1]}
             return {"out": result}
@@ -128,13 +116,13 @@ class _FunctionBackend:
         return Prepared(
             forward=lambda: run(inputs.tensors),
             kernel_forward=lambda: run(detached),
-            differentiable=self._differentiable,
-            lse_grad=self._lse_grad,
-            deterministic=self._deterministic,
+            differentiable=self.differentiable,
+            lse_grad=self.lse_grad,
+            deterministic=self.deterministic,
         )
 
     def _takes(self, argument: str) -> bool:
-        parameters = inspect.signature(self._function).parameters
+        parameters = inspect.signature(self.function).parameters
         return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 

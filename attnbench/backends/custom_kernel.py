@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 Namespace = Any
 """The call that a launch sees: its tensors and extras as attributes.
 
-Inputs (`q`, `k`, `v`), extras (`causal`, `softmax_scale`, `cu_seqlens_q` …), outputs (`out`, `lse`, uninitialised before
-the forward), and for the backward the cotangents (`dout`, `dlse`; None where there is none) and the gradients to fill
-(`dq`, `dk`, `dv`).
+Inputs (`q`, `k`, `v`), extras (`causal`, `softmax_scale`, `cu_seqlens_q` …), outputs (`out`, `lse`, uninitialised
+before the forward), and for the backward the cotangents (`dout`, `dlse`; None where there is none) and the gradients to
+fill (`dq`, `dk`, `dv`).
 """
 
 
@@ -41,7 +41,8 @@ class Launch:
     scratch: Callable[[Namespace], Mapping[str, Any]] = field(default=lambda t: {})
 
     def __call__(self, t: Namespace) -> None:
-        vars(t).update(self.scratch(t))
+        for name, tensor in self.scratch(t).items():
+            setattr(t, name, tensor)
         self.kernel[self.grid(t)](**self.arguments(t))
 
 
@@ -77,7 +78,7 @@ def from_launches(
     supports: Callable[[Case, str], str | None] | None = None,
     deterministic: bool = False,
 ) -> Backend:
-    """What every kind of kernel shares: callables that fill the outputs, and the gradients, of the call they are given."""
+    """What every kind of kernel shares: callables that fill the outputs, or the gradients, of a call."""
     return _KernelBackend(tuple(forward), tuple(backward), op, name, supports, deterministic)
 
 
@@ -142,7 +143,10 @@ def _autograd_function(op: str, inputs: Inputs, forward: Sequence[Run], backward
             given = dict(zip(names, saved[: len(names)], strict=True))
             outputs = dict(zip(output_names, saved[len(names) :], strict=True))
             upstream = {f"d{name}": grad for name, grad in zip(output_names, cotangents, strict=True)}
-            grads = {grad: torch.empty_like(given[name]) for grad, name in grad_names.items()}
+            grads = {
+                grad: torch.empty_like(given[name], memory_format=torch.contiguous_format)
+                for grad, name in grad_names.items()
+            }
             t = SimpleNamespace(**given, **extras, **outputs, **upstream, **grads)
             for run in backward:
                 run(t)
