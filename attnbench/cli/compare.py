@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from attnbench.results.text import terminal_width
 def compare(*, base: str, new: str, threshold: str, format: str, allow_missing: bool, results: Path) -> int:
     """Print the comparison; exit code 1 regressed, 3 cases could not run, 4 nothing to compare or cases missing."""
     least = parse_threshold(threshold)
-    comparison = compare_runs(*find_pair(base, new, results), threshold=least)
+    pair = find_pair(base, new, results)
+    gc.freeze()  # the records stay to the end: no later collection need walk through them
+    comparison = compare_runs(*pair, threshold=least)
     code = comparison.exit_code(allow_missing=allow_missing)
     if format == "json":
         print(as_json(comparison, exit_code=code))

@@ -21,7 +21,7 @@ Verdict = Literal["regressed", "improved", "same", "ambiguous", "incomparable", 
 VERDICTS: tuple[Verdict, ...] = ("regressed", "improved", "same", "ambiguous", "incomparable", "missing")
 
 LEVEL = 0.05
-CLOSE_CALLS = 300
+CLOSE_CALLS = 200
 """How many of the cases nearest to a different verdict are judged again from their samples."""
 BUDGET_GROWTH, BUDGET_FLOOR = 1.25, 0.5
 

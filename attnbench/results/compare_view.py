@@ -9,13 +9,13 @@ from typing import Any
 from attnbench.results.compare import VERDICTS, Comparison, Row, Verdict
 from attnbench.results.runs import Run
 from attnbench.results.store import to_json_text
-from attnbench.results.text import Column, aligned, markdown, paint, wrap
+from attnbench.results.text import PASSES, Column, aligned, markdown, paint, wrap
 
 SAME_ROWS_SHOWN = 40
 _COLUMNS = (
     Column("case"),
     Column("backend"),
-    Column("pass", drop=1),
+    Column("pass"),
     Column("BASE ms", ">", drop=3),
     Column("NEW ms", ">", drop=2),
     Column("change", ">"),
@@ -44,7 +44,7 @@ def _cells(row: Row) -> list[str]:
     return [
         row.label,
         backend,
-        which,
+        PASSES.get(which, which),
         milliseconds(row.base_ms),
         milliseconds(row.new_ms),
         change,
@@ -87,7 +87,7 @@ def sentence(comparison: Comparison) -> str:
         value, half = mean
         faster = value <= 1
         times = 1 / value if faster else value
-        spread = half / value * times
+        spread = max(half / value * times, 0.001)
         text += (
             f" NEW ran {times:.3f} ± {spread:.3f} times {'faster' if faster else 'slower'} than BASE over {total}"
             " (geometric mean)."

@@ -15,7 +15,7 @@ Z95 = 1.959964
 RUN_TO_RUN = {"graph": 0.002, "events": 0.002, "host": 0.02}
 """Relative standard error, by timer, that a median is granted beyond its own samples: an interval from within one run
 does not know how much the next run of the same code differs (clocks, placement in memory, other processes)."""
-RESAMPLES = 2000
+RESAMPLES = 1000
 _SEED = 20251201
 
 

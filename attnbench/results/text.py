@@ -40,6 +40,10 @@ class Column:
     styled: bool = False
 
 
+PASSES = {"forward": "fwd", "backward": "bwd", "forward_backward": "fwd+bwd"}
+"""Short names of passes, so that eighty columns have room for figures."""
+
+
 def terminal_width() -> int | None:
     """Columns to fit into: those of the terminal or of COLUMNS; None (no limit) in a pipe."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():

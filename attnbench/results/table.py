@@ -1,0 +1,206 @@
+"""A run as a table, one line a (case, backend, pass), and as plain sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from attnbench.results.compare_view import milliseconds
+from attnbench.results.record import COULD_NOT_RUN, Record
+from attnbench.results.statistics import RUN_TO_RUN, Ratio, geometric_mean, ratio_of_medians
+from attnbench.results.store import to_json_text
+from attnbench.results.text import PASSES, Column, aligned, comma_separated, markdown, paint, terminal_width, wrap
+
+REFERENCES = ("eager", "compile", "sdpa_flash", "sdpa_cudnn", "flex", "fa4", "fa3", "flash_attn_res", "liger", "fla")
+"""Backends that others are measured against. Every other one (ours, and a user's own) is a subject of sentences."""
+
+Figures = dict[str, Any]
+_COLUMNS: tuple[tuple[str, Column], ...] = (
+    ("case", Column("case")),
+    ("backend", Column("backend")),
+    ("pass", Column("pass")),
+    ("median_ms", Column("median ms", ">")),
+    ("spread", Column("± 95 %", ">", drop=2)),
+    ("tflops", Column("TFLOP/s", ">")),
+    ("tb_s", Column("TB/s", ">", drop=4)),
+    ("matmul_share", Column("of matmul", ">", drop=6)),
+    ("copy_share", Column("of copy", ">", drop=7)),
+    ("vs_baseline", Column("× baseline", ">", drop=3)),
+    ("vs_eager", Column("× eager", ">", drop=8)),
+    ("sm_mhz", Column("MHz", ">", drop=9)),
+    ("power_w", Column("W", ">", drop=10)),
+    ("budget", Column("error", ">", drop=5)),
+    ("outcome", Column("outcome", styled=True)),
+)
+_EXTRA = ("case_id", "op", "ci_low_ms", "ci_high_ms", "samples", "baseline", "timer", "kernel_ms", "call_ms", "warm_ms")
+_EXTRA_END = ("energy_j", "peak_bytes", "flags", "ran_by", "reason")
+
+
+def figures(records: Iterable[Record]) -> list[Figures]:
+    """The table's figures, raw: one dictionary a record, cases in order of appearance and passes together."""
+    rows = list(records)
+    cases = {case_id: i for i, case_id in enumerate(dict.fromkeys(r.case_id for r in rows))}
+    passes = {which: i for i, which in enumerate(("check", "forward", "backward", "forward_backward"))}
+    rows.sort(key=lambda r: (cases[r.case_id], passes.get(r.pass_, 9)))
+    eager = {(r.case_id, r.pass_): r.median_ms for r in rows if r.backend == "eager"}
+    return [_figures(record, eager.get((record.case_id, record.pass_))) for record in rows]
+
+
+def _figures(r: Record, eager_ms: float | None) -> Figures:
+    share = r.peak_share or {}
+    worst = max(r.check.values(), key=lambda c: c.budget_ratio, default=None)
+    low, high = r.ci_ms if r.ci_ms else (None, None)
+
+    def times_faster(other_ms: float | None) -> float | None:
+        return other_ms / r.median_ms if other_ms and r.median_ms else None
+
+    return {
+        "case_id": r.case_id,
+        "op": r.op,
+        "case": r.label,
+        "backend": r.backend,
+        "pass": r.pass_,
+        "median_ms": r.median_ms,
+        "ci_low_ms": low,
+        "ci_high_ms": high,
+        "samples": len(r.samples_ms) or None,
+        "spread": (high - low) / (2 * r.median_ms) if r.median_ms and low is not None and high is not None else None,
+        "tflops": r.tflops,
+        "tb_s": r.tb_s,
+        "matmul_share": share.get("matmul"),
+        "copy_share": share.get("copy"),
+        "baseline": r.baseline,
+        "vs_baseline": times_faster(r.baseline_median_ms) if r.baseline != r.backend else None,
+        "vs_eager": times_faster(eager_ms) if r.backend != "eager" else None,
+        "sm_mhz": telemetry_mean(r, "sm_mhz"),
+        "power_w": telemetry_mean(r, "power_w"),
+        "budget": worst.budget_ratio if worst else None,
+        "timer": r.timer,
+        "kernel_ms": r.kernel_ms,
+        "call_ms": r.call_ms,
+        "warm_ms": r.warm_ms,
+        "energy_j": r.energy_j,
+        "peak_bytes": r.peak_bytes,
+        "outcome": r.outcome,
+        "flags": " ".join(r.flags),
+        "ran_by": r.ran_by,
+        "reason": r.reason,
+    }
+
+
+def telemetry_mean(record: Record, name: str) -> float | None:
+    """A telemetry figure, stored as a number or as `{mean, …}`; None where there is none."""
+    value = record.telemetry.get(name)
+    if isinstance(value, dict):
+        value = value.get("mean", value.get("median"))
+    return float(value) if isinstance(value, int | float) and value > 0 else None
+
+
+def _cell(name: str, row: Figures) -> str:
+    value = row[name]
+    if value is None:
+        return ""
+    if name == "pass":
+        return PASSES.get(str(value), str(value))
+    if name == "median_ms":
+        return milliseconds(value)
+    if name == "spread":
+        return f"{100 * value:.1f}%"
+    if name.endswith("_share"):
+        return f"{100 * value:.0f}%"
+    if name in ("tflops", "sm_mhz", "power_w"):
+        return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    if name in ("tb_s", "vs_baseline", "vs_eager", "budget"):
+        return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+    return str(value)
+
+
+def _remark(row: Figures) -> str:
+    ran_by = f"ran by {row['ran_by']}" if row["ran_by"] else ""
+    return ", ".join(part for part in (row["flags"].replace(" ", ", "), ran_by, row["reason"]) if part)
+
+
+def as_table(records: Iterable[Record], format: str = "table") -> str:
+    """The records as an aligned table that fits the terminal, or as json, csv (raw figures) or md."""
+    rows = figures(records)
+    if format == "json":
+        return to_json_text(rows, indent=2)
+    columns = [column for _, column in _COLUMNS]
+    if format == "csv":
+        names = ["case_id", "op", *(name for name, _ in _COLUMNS), *_EXTRA[2:], *_EXTRA_END]
+        return comma_separated(names, [[row[name] for name in names] for row in rows])
+    cells = [[_cell(name, row) for name, _ in _COLUMNS] for row in rows]
+    if format == "md":
+        used = [i for i in range(len(columns)) if any(row[i] for row in cells)]
+        body = [[*(line[i] for i in used), _remark(row)] for line, row in zip(cells, rows, strict=True)]
+        return markdown([*(columns[i] for i in used), Column("remark")], body)
+    width = terminal_width()
+    lines = aligned(columns, cells, width=width).split("\n")
+    out = lines[:1]
+    for row, line in zip(rows, lines[1:], strict=False):
+        out.append(line)
+        if remark := _remark(row):
+            out += [paint(part, "dim") for part in wrap(f"    {remark}", width, "    ")]
+    return "\n".join(out + lines[1 + len(rows) :])
+
+
+def sentences(records: Iterable[Record]) -> list[str]:
+    """What the run says: per operation and pass, each subject against each reference; then what went wrong.
+
+    A geometric mean is over the cases that both backends take, and withheld where one of those has no time.
+    """
+    rows = list(records)
+    out = []
+    groups = dict.fromkeys((r.op, r.pass_) for r in rows if r.pass_ != "check")
+    for op, which in groups:
+        group = [r for r in rows if (r.op, r.pass_) == (op, which)]
+        backends = list(dict.fromkeys(r.backend for r in group))
+        subjects = [b for b in backends if b not in REFERENCES] or [b for b in backends if b != "eager"][:1]
+        for subject in subjects:
+            others = [b for b in backends if b != subject and (b in REFERENCES or subjects.index(subject) == 0)]
+            told = [line for other in others if (line := _against(group, subject, other))]
+            if told:
+                out.append(f"{subject}, {op} {which}:")
+                out += [f"  {line}" for line in told]
+    return out + _troubles(rows)
+
+
+def _against(group: Sequence[Record], subject: str, other: str) -> str:
+    one = {r.case_id: r for r in group if r.backend == subject and r.outcome != "unsupported"}
+    two = {r.case_id: r for r in group if r.backend == other and r.outcome != "unsupported"}
+    shared = [case_id for case_id in one if case_id in two]
+    if not shared or all(one[c].median_ms is None or two[c].median_ms is None for c in shared):
+        return ""
+    over = f"{len(shared)} case{'s' if len(shared) > 1 else ''}"
+    ratios: list[Ratio] = []
+    for case_id in shared:
+        a, b = one[case_id], two[case_id]
+        if not a.median_ms or not b.median_ms:
+            continue
+        a_ci, b_ci = a.ci_ms or [a.median_ms] * 2, b.ci_ms or [b.median_ms] * 2
+        allowance = RUN_TO_RUN.get(a.timer or "", max(RUN_TO_RUN.values()))
+        ratios.append(ratio_of_medians(a.median_ms, a_ci, b.median_ms, b_ci, allowance=allowance))
+    if len(ratios) < len(shared):
+        gone = len(shared) - len(ratios)
+        return f"no mean against {other}: {gone} of {over} {'has' if gone == 1 else 'have'} no time on one side"
+    value, half = geometric_mean(ratios)
+    word = "faster" if value >= 1 else "slower"
+    times = value if value >= 1 else 1 / value
+    spread = max(half * times / value, 0.01)
+    return f"ran {times:.2f} ± {spread:.2f} times {word} than {other} over {over}" + (
+        " (geometric mean)" if len(shared) > 1 else ""
+    )
+
+
+def _troubles(rows: Sequence[Record]) -> list[str]:
+    out = []
+    for outcome in ("check-failed", *sorted(COULD_NOT_RUN), "unsupported"):
+        found = [r for r in rows if r.outcome == outcome]
+        if found:
+            backends = ", ".join(dict.fromkeys(r.backend for r in found))
+            out.append(f"{len(found)} row{'s' if len(found) > 1 else ''} {outcome} ({backends}).")
+    flagged = [r for r in rows if "unconverged" in r.flags]
+    if flagged:
+        rows_did = "row did" if len(flagged) == 1 else "rows did"
+        out.append(f"{len(flagged)} {rows_did} not settle within the time cap: raise `max_seconds` in `measure:`.")
+    return out
