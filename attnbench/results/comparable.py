@@ -11,7 +11,7 @@ from attnbench.results.runs import Run
 BOARD_SPREAD = 0.05
 """How far two boards of one model and power cap are taken to lie apart; a run may store a measured `board_spread`."""
 
-_POLICY = ("duty", "flush_l2", "settle_ms", "init")
+_POLICY = ("duty",)
 _VERSIONS = ("torch", "triton", "cuda-core")
 
 
@@ -26,7 +26,7 @@ class Footing:
 
 def footing(base: Run, new: Run) -> Footing:
     """Whether the two runs' figures may meet at all, by device, GPU model, power cap, policy and format of timing."""
-    for name in ("device", "gpu model", "power cap", "cpu", *_POLICY):
+    for name in ("device", "gpu model", "power cap", "machine", *_POLICY):
         one, other = _trait(base, name), _trait(new, name)
         if one != other and not (one is None or other is None):
             return Footing(f"{name} differs: {one} → {other}")
@@ -41,8 +41,8 @@ def footing(base: Run, new: Run) -> Footing:
         one, other = ((run.info.get("packages") or {}).get(name) for run in (base, new))
         if one != other:
             found.notes.append(f"{name} changed: {one} → {other}")
-    if base.info.get("driver") != new.info.get("driver"):
-        found.notes.append(f"driver changed: {base.info.get('driver')} → {new.info.get('driver')}")
+    if base.gpu.get("driver") != new.gpu.get("driver"):
+        found.notes.append(f"driver changed: {base.gpu.get('driver')} → {new.gpu.get('driver')}")
     for side, run in (("BASE", base), ("NEW", new)):
         if run.dirty:
             found.notes.append(f"{side} had uncommitted changes on top of {str(run.commit)[:10]}")
@@ -59,8 +59,8 @@ def _trait(run: Run, name: str) -> Any:
         return None if cap is None else f"{float(cap):.0f} W"
     if name == "device":
         return run.info.get("device")
-    if name == "cpu":
-        return run.info.get("cpu") if run.info.get("device") == "cpu" else None
+    if name == "machine":
+        return run.info.get("platform") if run.info.get("device") == "cpu" else None
     return (run.info.get("measure") or {}).get(name)
 
 

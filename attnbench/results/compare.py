@@ -21,6 +21,7 @@ Verdict = Literal["regressed", "improved", "same", "ambiguous", "incomparable", 
 VERDICTS: tuple[Verdict, ...] = ("regressed", "improved", "same", "ambiguous", "incomparable", "missing")
 
 LEVEL = 0.05
+_DISTURBED = frozenset({"throttled", "contended"})
 CLOSE_CALLS = 200
 """How many of the cases nearest to a different verdict are judged again from their samples."""
 BUDGET_GROWTH, BUDGET_FLOOR = 1.25, 0.5
@@ -199,17 +200,10 @@ def _sharpen(both: list[tuple[Key, Record, Record, Ratio]], margin: float) -> li
     return out
 
 
-def _mean_of(telemetry: dict[str, Any], name: str) -> float | None:
-    value = telemetry.get(name)
-    if isinstance(value, dict):
-        value = value.get("mean", value.get("median"))
-    return float(value) if isinstance(value, int | float) and value > 0 else None
-
-
 def _views(base: Record, new: Record, ratio: Ratio) -> dict[str, float]:
     """The ratio seen in SM cycles and against the interleaved baseline, where both records have them."""
     views = {}
-    clocks = [_mean_of(record.telemetry, "sm_mhz") for record in (base, new)]
+    clocks = [record.reading("sm_mhz") for record in (base, new)]
     if clocks[0] and clocks[1]:
         views["SM cycles"] = ratio.value * clocks[1] / clocks[0]
     one, other = base.baseline_median_ms, new.baseline_median_ms
@@ -232,6 +226,9 @@ def _judge(key: Key, base: Record, new: Record, ratio: Ratio, margin: float) -> 
             return replace(
                 row, verdict="ambiguous", reason=_join(f"time {ratio.value - 1:+.1%}, but {told}", row.reason)
             )
+        if disturbed := sorted(_DISTURBED.intersection([*base.flags, *new.flags])):
+            told = f"time {ratio.value - 1:+.1%}, but the board was {' and '.join(disturbed)}"
+            return replace(row, verdict="ambiguous", reason=_join(told, row.reason))
         return replace(row, verdict="regressed" if change > 0 else "improved")
     if math.exp(-margin) <= ratio.low and ratio.high <= math.exp(margin):
         return row

@@ -66,7 +66,7 @@ def _ordered(rows: list[Row]) -> list[Row]:
 def describe(run: Run) -> str:
     """`20261201-… (smoke, commit 0123456789, NVIDIA H200)`."""
     commit = f"commit {str(run.commit)[:10]}{' + changes' if run.dirty else ''}" if run.commit else "no commit"
-    return f"{run.name} ({run.scenario}, {commit}, {run.gpu.get('name') or run.info.get('cpu') or 'CPU'})"
+    return f"{run.name} ({run.scenario}, {commit}, {run.gpu.get('name') or 'CPU'})"
 
 
 def sentence(comparison: Comparison) -> str:
@@ -100,7 +100,7 @@ def sentence(comparison: Comparison) -> str:
 
 
 def _scenario_path(run: Run) -> str:
-    return str(run.info.get("scenario_path") or f"scenarios/{run.scenario}.yaml")
+    return str(run.info.get("scenario_file") or f"scenarios/{run.scenario}.yaml")
 
 
 def next_commands(comparison: Comparison) -> dict[Verdict, str]:

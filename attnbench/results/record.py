@@ -77,6 +77,11 @@ class Record:
     finished_at: str | None = None  # UTC, ISO 8601
     version: int = FORMAT_VERSION
 
+    def reading(self, name: str) -> float | None:
+        """A positive telemetry figure (`sm_mhz`, `watts` …), or None."""
+        value = self.telemetry.get(name)
+        return float(value) if isinstance(value, int | float) and value > 0 else None
+
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
         data["pass"] = data.pop("pass_")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from attnbench.results.compare_view import milliseconds
 from attnbench.results.record import COULD_NOT_RUN, Record
+from attnbench.results.runs import Run
 from attnbench.results.statistics import RUN_TO_RUN, Ratio, geometric_mean, ratio_of_medians
 from attnbench.results.store import to_json_text
 from attnbench.results.text import PASSES, Column, aligned, comma_separated, markdown, paint, terminal_width, wrap
@@ -72,8 +74,8 @@ def _figures(r: Record, eager_ms: float | None) -> Figures:
         "baseline": r.baseline,
         "vs_baseline": times_faster(r.baseline_median_ms) if r.baseline != r.backend else None,
         "vs_eager": times_faster(eager_ms) if r.backend != "eager" else None,
-        "sm_mhz": telemetry_mean(r, "sm_mhz"),
-        "power_w": telemetry_mean(r, "power_w"),
+        "sm_mhz": r.reading("sm_mhz"),
+        "power_w": r.reading("watts"),
         "budget": worst.budget_ratio if worst else None,
         "timer": r.timer,
         "kernel_ms": r.kernel_ms,
@@ -82,18 +84,10 @@ def _figures(r: Record, eager_ms: float | None) -> Figures:
         "energy_j": r.energy_j,
         "peak_bytes": r.peak_bytes,
         "outcome": r.outcome,
-        "flags": " ".join(r.flags),
+        "flags": ", ".join(r.flags),
         "ran_by": r.ran_by,
         "reason": r.reason,
     }
-
-
-def telemetry_mean(record: Record, name: str) -> float | None:
-    """A telemetry figure, stored as a number or as `{mean, …}`; None where there is none."""
-    value = record.telemetry.get(name)
-    if isinstance(value, dict):
-        value = value.get("mean", value.get("median"))
-    return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
 def _cell(name: str, row: Figures) -> str:
@@ -117,7 +111,7 @@ def _cell(name: str, row: Figures) -> str:
 
 def _remark(row: Figures) -> str:
     ran_by = f"ran by {row['ran_by']}" if row["ran_by"] else ""
-    return ", ".join(part for part in (row["flags"].replace(" ", ", "), ran_by, row["reason"]) if part)
+    return ", ".join(part for part in (row["flags"], ran_by, row["reason"]) if part)
 
 
 def as_table(records: Iterable[Record], format: str = "table") -> str:
@@ -142,6 +136,37 @@ def as_table(records: Iterable[Record], format: str = "table") -> str:
         if remark := _remark(row):
             out += [paint(part, "dim") for part in wrap(f"    {remark}", width, "    ")]
     return "\n".join(out + lines[1 + len(rows) :])
+
+
+def print_run(run: Run, format: str = "table") -> None:
+    """Print a stored run: for people with its machine, its sentences and its notes; for pipes the figures alone."""
+    records = list(run.records.values())
+    print(as_table(records, format))
+    if format in ("json", "csv"):
+        return
+    width = terminal_width()
+    said = sentences(records) + [f"Note: {note}." for note in run.notes]
+    lines = (
+        [f"* {line.strip()}" for line in said] if format == "md" else [w for s in said for w in wrap(s, width, "    ")]
+    )
+    print("\n".join(["", *lines, *(wrap(machine(run), width) if format == "table" else [machine(run)])]))
+
+
+def machine(run: Run) -> str:
+    """Where and on what a run was made: `NVIDIA H200, 700 W; matmul 671 TFLOP/s, copy 4.28 TB/s; commit …`."""
+    parts = [str(run.gpu.get("name") or "CPU")]
+    if cap := run.gpu.get("power_cap_w"):
+        parts[0] += f", {cap:.0f} W"
+    ceilings = run.info.get("ceilings") or {}
+    measured = [
+        f"{k.replace('_', ' ')} {v:.0f} TFLOP/s" for k, v in ceilings.items() if re.fullmatch(r"matmul_?[^_]*", k)
+    ]
+    measured += [f"copy {ceilings['copy']:.2f} TB/s"] if ceilings.get("copy") else []
+    if measured:
+        parts.append("measured here: " + ", ".join(measured))
+    parts.append(f"commit {str(run.commit)[:10]}{' + changes' if run.dirty else ''}" if run.commit else "no commit")
+    parts.append(str(run.folder))
+    return "; ".join(parts) + "."
 
 
 def sentences(records: Iterable[Record]) -> list[str]:

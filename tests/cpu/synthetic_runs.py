@@ -13,19 +13,18 @@ from attnbench.results.runs import Run, read_run
 from attnbench.results.store import RunWriter
 from attnbench.scenario.case import AttentionCase, AttnresCase, Case, op_name
 
-H200 = {"name": "NVIDIA H200", "uuid": "GPU-1", "power_cap_w": 700.0}
+H200 = {"name": "NVIDIA H200", "uuid": "GPU-1", "power_cap_w": 700.0, "driver": "580.159"}
 INFO: dict[str, Any] = {
     "scenario": "h100",
-    "scenario_path": "scenarios/h100.yaml",
+    "scenario_file": "scenarios/h100.yaml",
     "scenario_text": "cases: []",
     "commit": "a" * 40,
     "dirty": False,
     "device": "cuda",
     "gpu": H200,
-    "driver": "580.159",
     "packages": {"torch": "2.11.0", "triton": "3.6.0"},
-    "ceilings": {"matmul": 671.0, "copy": 4.28},
-    "planned": 10,
+    "ceilings": {"matmul_bf16": 671.0, "copy": 4.28},
+    "rows": 10,
 }
 
 # Forward TFLOP/s, full mask, at S = 4096; shorter sequences and the causal mask reach less, the backward 0.85 of it.
@@ -48,7 +47,7 @@ def timed(case: Case, backend: str, which: str, ms: float, *, rng: np.random.Gen
         "samples_ms": samples,
         "timer": "graph",
         "check": {"out": TensorCheck(1e-3, 2e-3, 0.3, True)},
-        "telemetry": {"sm_mhz": {"mean": 1650.0}, "power_w": {"mean": 680.0}},
+        "telemetry": {"sm_mhz": 1650.0, "watts": 680.0},
     }
     return Record(case.case_id, op_name(case), case.semantic(), case.label, backend, which, **(values | fields))
 

@@ -114,7 +114,7 @@ def test_an_interval_that_is_too_wide_is_ambiguous() -> None:
 
 
 def clocks(mhz: float) -> dict[str, Any]:
-    return {"telemetry": {"sm_mhz": {"mean": mhz}}}
+    return {"telemetry": {"sm_mhz": mhz}}
 
 
 def test_slower_at_equal_cycles_is_ambiguous_and_says_so() -> None:
@@ -136,17 +136,24 @@ def test_slower_together_with_the_interleaved_baseline_is_ambiguous() -> None:
     assert row.verdict == "regressed"
 
 
+@pytest.mark.parametrize("flag", ["throttled", "contended"])
+def test_a_disturbed_board_gives_no_verdict(flag: str) -> None:
+    (row,) = compare(run_of(some(1)), run_of(some(1, ms=1.2, flags=[flag]))).rows
+    assert row.verdict == "ambiguous"
+    assert f"the board was {flag}" in row.reason
+
+
 @pytest.mark.parametrize(
     ("info", "told"),
     [
         ({"gpu": {**H200, "name": "NVIDIA H100 80GB HBM3"}}, "gpu model differs: NVIDIA H200 → NVIDIA H100"),
         ({"gpu": {**H200, "power_cap_w": 500}}, "power cap differs: 700 W → 500 W"),
         ({"device": "cpu", "gpu": None}, "device differs: cuda → cpu"),
-        ({"measure": {"flush_l2": False}}, "flush_l2 differs: True → False"),
+        ({"measure": {"duty": "burst"}}, "duty differs: sustained → burst"),
     ],
 )
 def test_other_machines_and_policies_are_incomparable(info: dict[str, Any], told: str) -> None:
-    comparison = compare(run_of(some(2), measure={"flush_l2": True}), run_of(some(2), **info))
+    comparison = compare(run_of(some(2), measure={"duty": "sustained"}), run_of(some(2), **info))
     assert verdicts(comparison) == {"incomparable"}
     assert told in comparison.rows[0].reason
     assert comparison.exit_code(allow_missing=True) == 4
