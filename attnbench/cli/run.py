@@ -10,7 +10,6 @@ from typing import Any
 
 from attnbench import scenario as scenarios
 from attnbench.backends.names import custom_file, is_custom
-from attnbench.errors import UserError
 from attnbench.measure import sweep
 from attnbench.measure.job import CaseJob, Hello
 from attnbench.measure.jobs import choose_device, memory_bytes, plan_jobs, seconds, without
@@ -19,7 +18,8 @@ from attnbench.measure.supervisor import Supervisor
 from attnbench.results.record import COULD_NOT_RUN, Record
 from attnbench.results.runs import Run, find_resumable, read_run
 from attnbench.results.store import RunWriter
-from attnbench.results.text import Column, aligned, terminal_width
+from attnbench.results.table import as_table, sentences
+from attnbench.results.text import Column, aligned, terminal_width, wrap
 
 INTERRUPTED = 130
 
@@ -48,6 +48,9 @@ def run(
         return 0
     with Supervisor(where) as supervisor:
         hello = supervisor.start()
+        own = dict.fromkeys(row.backend for job in jobs for row in job.rows if is_custom(row.backend))
+        if own:
+            supervisor.load(list(own))
         with sweep.gpu_lock(hello.uuid):
             folder, interrupted = _sweep(supervisor, hello, plan, jobs, out, resume)
     stored = read_run(folder)
@@ -166,14 +169,7 @@ def _duration(total: float) -> str:
 
 
 def _show(stored: Run, format: str) -> None:
-    from attnbench.results import table
-
-    table.print_run(stored, format)
+    records = list(stored.records.values())
+    print(as_table(records, format))
     if format == "table":
-        from attnbench.results import plot
-
-        for path in plot.plot_run(stored):
-            print(f"plot: {path}", file=sys.stderr)
-
-
-__all__ = ["UserError", "exit_code", "judged", "plan_text", "run"]
+        print("\n" + "\n".join(line for text in sentences(records) for line in wrap(text, terminal_width())))

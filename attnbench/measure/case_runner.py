@@ -93,7 +93,7 @@ class CaseRunner:
         reason = backend.supports(case, device)
         if reason is not None:
             return self._end(row, "unsupported", reason)
-        interpreted = device == "cpu" and interprets(backend)
+        interpreted = device == "cpu" and row.backend == "triton"
         if interpreted and (reason := interpreter.too_big(case)) is not None:
             return self._end(row, "unsupported", reason, flags=["interpreted"])
         checked = self.job.check.enabled
@@ -102,7 +102,9 @@ class CaseRunner:
         if short > free:
             words = f"needs about {short / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
             return self._end(row, "skipped-memory", words)
+        launches = interpreter.launches()
         prepared, built = self._build(row, backend, warm=not interpreted)
+        interpreted = interpreted or interpreter.launches() > launches
         built["flags"] = ["interpreted"] if interpreted else []
         truth = self._truth_for(prepared)
         verdict = None
@@ -252,11 +254,6 @@ class CaseRunner:
                 return
 
 
-def interprets(backend: Backend) -> bool:
-    """Whether a backend runs under Triton's interpreter on the CPU, where it is checked and never timed."""
-    return bool(getattr(backend, "interpreted", getattr(backend, "name", "") == "triton"))
-
-
 def _inputs(operation: Any, job: CaseJob) -> Any:
     """The case's inputs in the memory layout that the job names."""
     inputs = operation.make_inputs(job.case, job.device)
@@ -270,8 +267,6 @@ def _inputs(operation: Any, job: CaseJob) -> Any:
 def _store_verdict(record: Record, verdict: Verdict) -> None:
     record.check = {name: replace(check) for name, check in verdict.tensors.items()}
     record.flags = [*record.flags, *verdict.flags]
-    if verdict.max_rel:
-        record.telemetry = {**record.telemetry, "max_rel": verdict.max_rel}
 
 
 def _forget_times(record: Record) -> None:

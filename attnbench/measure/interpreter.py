@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from attnbench.scenario.case import AttentionCase, Case
 
 MOST_STEPS = 6000
@@ -32,3 +34,27 @@ def too_big(case: Case) -> str | None:
 def seconds(case: Case) -> float:
     """A generous guess of the time that one check takes."""
     return steps(case) * _STEP_S * 4
+
+
+_launches = 0
+
+
+def count_launches() -> None:
+    """Count every kernel that the interpreter runs in this process from now on, a user's own included."""
+    try:
+        from triton.runtime.interpreter import GridExecutor
+    except ImportError:
+        return
+    run = GridExecutor.__call__
+
+    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
+        global _launches
+        _launches += 1
+        return run(self, *arguments, **options)
+
+    GridExecutor.__call__ = counted
+
+
+def launches() -> int:
+    """Kernels interpreted since `count_launches`."""
+    return _launches

@@ -51,6 +51,13 @@ class CeilingsJob:
 
 
 @dataclass(frozen=True)
+class LoadJob:
+    """Load these backends; `Done.payload` holds what went wrong, by name."""
+
+    backends: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Hello:
     """A worker's first message: it is up, on this device."""
 
@@ -81,7 +88,7 @@ class Done:
 
 
 Message = Hello | Phase | Record | Done
-Job = CaseJob | CeilingsJob
+Job = CaseJob | CeilingsJob | LoadJob
 
 
 def blank_record(job: CaseJob, backend: str, pass_: str, outcome: str, reason: str | None = None) -> Record:

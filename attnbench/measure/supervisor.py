@@ -11,11 +11,25 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from attnbench.errors import UserError
-from attnbench.measure.job import CaseJob, CeilingsJob, Done, Hello, Inbox, Message, Phase, Row, blank_record, send
+from attnbench.measure.job import (
+    CaseJob,
+    CeilingsJob,
+    Done,
+    Hello,
+    Inbox,
+    Job,
+    LoadJob,
+    Message,
+    Phase,
+    Row,
+    blank_record,
+    send,
+)
 from attnbench.results.record import Record
 
 START_LIMIT_S = 180.0
@@ -92,14 +106,31 @@ class Supervisor:
 
     def ceilings(self, dtypes: tuple[str, ...], seconds: float = 1.0) -> dict[str, float]:
         """The board's matmul and copy ceilings; empty where measuring them failed."""
-        self.start()
         try:
-            self._send(CeilingsJob(dtypes, seconds))
-            limit = time.monotonic() + START_LIMIT_S
-            while not isinstance(message := self._next(limit), Done):
-                pass
+            return self._ask(CeilingsJob(dtypes, seconds))
         except WorkerEnded:
             return {}
+
+    def load(self, backends: Sequence[str]) -> None:
+        """Load backends by name before any case runs.
+
+        Raises:
+            UserError: one cannot be loaded; the message says why.
+        """
+        try:
+            errors = self._ask(LoadJob(tuple(backends)))
+        except WorkerEnded as ended:
+            words = "\n  ".join([str(ended), *self._stderr])
+            raise UserError(f"loading {', '.join(backends)} ended the process:\n  {words}") from None
+        if errors:
+            raise UserError("\n".join(errors.values()))
+
+    def _ask(self, job: Job) -> dict[str, Any]:
+        self.start()
+        self._send(job)
+        limit = time.monotonic() + START_LIMIT_S
+        while not isinstance(message := self._next(limit), Done):
+            pass
         return dict(message.payload)
 
     def run(self, job: CaseJob) -> Iterator[Record | Phase]:
@@ -146,7 +177,7 @@ class Supervisor:
         record.finished_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return record
 
-    def _send(self, job: CaseJob | CeilingsJob) -> None:
+    def _send(self, job: Job) -> None:
         try:
             send(self._jobs, job)
         except BrokenPipeError:

@@ -57,8 +57,6 @@ class Verdict:
     """Outcome of one check. `flags` hold what is noteworthy without being a failure; `problems` what is one."""
 
     tensors: dict[str, TensorCheck]
-    max_rel: dict[str, float] = field(default_factory=dict)
-    """With fixed tolerances: the largest |x - ref| / max(|ref|, 1e-8) of each tensor."""
     problems: list[str] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
 
@@ -146,8 +144,6 @@ def verify(
     with nan_filled(truth.device, workspace):
         got = compute(operation, inputs, prepared)
     verdict = Verdict(judge(truth, got, tolerance))
-    if tolerance is not None:
-        verdict.max_rel = {name: _max_rel(truth.reference[name], got[name]) for name in verdict.tensors}
     wanted = [*operation.output_names, *(operation.grad_names if prepared.differentiable else ())]
     missing = [name for name in wanted if name not in got]
     if missing:
@@ -179,12 +175,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     kind = kinds[a.element_size()]
     return bool(torch.equal(a.contiguous().view(kind), b.contiguous().view(kind)))
-
-
-def _max_rel(reference: torch.Tensor, got: torch.Tensor) -> float:
-    if got.shape != reference.shape or reference.numel() == 0:
-        return 0.0
-    return float(((got.double() - reference).abs() / reference.abs().clamp_min(1e-8)).max())
 
 
 def _tensors(extras: dict[str, Any]) -> Tensors:

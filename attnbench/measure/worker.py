@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import Any
 
-from attnbench.measure.job import CaseJob, CeilingsJob, Done, Hello, Inbox, Phase, send
+from attnbench.measure.job import CeilingsJob, Done, Hello, Inbox, Job, LoadJob, Phase, send
 
 
 def main(arguments: list[str]) -> int:
@@ -28,9 +28,12 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _serve(session: Any, job: CaseJob | CeilingsJob, records: int) -> None:
+def _serve(session: Any, job: Job, records: int) -> None:
     from attnbench.measure.case_runner import CaseRunner
 
+    if isinstance(job, LoadJob):
+        send(records, Done(payload={name: why for name in job.backends if (why := _load_error(name))}))
+        return
     if isinstance(job, CeilingsJob):
         from attnbench.measure.ceilings import measure_ceilings
 
@@ -41,12 +44,24 @@ def _serve(session: Any, job: CaseJob | CeilingsJob, records: int) -> None:
     CaseRunner(session, job, lambda message: send(records, message)).run()
 
 
+def _load_error(name: str) -> str | None:
+    from attnbench import backends
+
+    try:
+        backends.backend(name)
+    except Exception as error:
+        return f"{error}" if isinstance(error, ValueError) else f"backend {name!r}: {type(error).__name__}: {error}"
+    return None
+
+
 def _start(device: str) -> tuple[Any, Hello]:
     import torch
 
+    from attnbench.measure import interpreter
     from attnbench.measure.timing import Session
 
     if device == "cpu":
+        interpreter.count_launches()
         return Session("cpu"), Hello(os.getpid(), "cpu")
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device is usable; `attnbench doctor` says why")

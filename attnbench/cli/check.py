@@ -1,0 +1,180 @@
+"""`attnbench check`: outputs and gradients against fp64, over the built-in corpus or a scenario."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from attnbench import ops
+from attnbench.backends import ours
+from attnbench.backends.names import BUILTIN, computes, is_custom
+from attnbench.cli.run import exit_code, judged
+from attnbench.errors import UserError, did_you_mean
+from attnbench.measure import sweep
+from attnbench.measure.job import CaseJob, Row
+from attnbench.measure.jobs import check_backend_names, choose_device, merged
+from attnbench.measure.supervisor import Supervisor
+from attnbench.results.record import Record
+from attnbench.results.store import to_json_text
+from attnbench.results.text import comma_separated, paint
+from attnbench.scenario.case import DTYPES, op_name
+from attnbench.scenario.plan import CheckPolicy
+
+HARNESS_NAMES = {"dx": "grad_x", "dq": "grad_q", "dout": "grad_y0", "dlse": "grad_l0"}
+"""Gradients of phase 2 as the harness whose cases `phase2_backward.yaml` holds calls them."""
+
+
+def check(
+    *,
+    op: Sequence[str] = (),
+    dtype: Sequence[str] = (),
+    backend: Sequence[str] = (),
+    scenario: Path | None = None,
+    device: str | None = None,
+    format: str = "table",
+) -> int:
+    """Print the error of every tensor of every entry beside its budget.
+
+    Returns 0 when every judged backend (ours, and the user's own) is right or states that it does not take an entry, 1
+    when one is wrong, 3 when an entry could not be run.
+    """
+    _known("operation", op, ops.NAMES)
+    _known("dtype", dtype, DTYPES)
+    check_backend_names(backend)
+    where = choose_device(device)
+    jobs = _scenario_jobs(scenario, backend, where) if scenario is not None else _corpus_jobs(backend, where)
+    jobs = [job for job in jobs if (not op or op_name(job.case) in op) and (not dtype or job.case.dtype in dtype)]
+    if not jobs:
+        raise UserError(
+            f"nothing to check: no entry is of operation {list(op) or 'any'} and dtype {list(dtype) or 'any'}"
+        )
+    records: list[Record] = []
+    try:
+        with Supervisor(where) as supervisor:
+            own = dict.fromkeys(row.backend for job in jobs for row in job.rows if is_custom(row.backend))
+            if own:
+                supervisor.load(list(own))
+            else:
+                supervisor.start()
+            for job in jobs:
+                found = sweep.execute(supervisor, [job], records.append, show=False)
+                if format == "table":
+                    print("\n".join(line for record in found for line in lines(job, record)), flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    if format == "table":
+        print(summary(records))
+    else:
+        print(as_data(records, format))
+    return exit_code([record for record in records if judged(record.backend)])
+
+
+def _known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    for word in given:
+        if word not in known:
+            raise UserError(f"unknown {what} {word!r}; want one of {', '.join(known)}.{did_you_mean(word, known)}")
+
+
+def _scenario_jobs(path: Path, chosen: Sequence[str], device: str) -> list[CaseJob]:
+    from attnbench import scenario as scenarios
+
+    plan = scenarios.load(path)
+    jobs = []
+    for entry in plan.plan():
+        names = chosen or entry.backends
+        rows = tuple(Row(name, ("check",)) for name in names if computes(name, op_name(entry.case)))
+        if rows:
+            policy = replace(entry.check, enabled=True)
+            jobs.append(CaseJob(entry.case, rows, device, plan.measure, policy, timed=False, name=entry.name))
+    return merged(jobs)
+
+
+def _corpus_jobs(chosen: Sequence[str], device: str) -> list[CaseJob]:
+    from attnbench.ops.corpus import corpus
+
+    names = chosen or [name for name in BUILTIN if ours(name)]
+    jobs = []
+    for entry in corpus(device):
+        rows = tuple(Row(name, ("check",)) for name in names if computes(name, op_name(entry.case)))
+        if rows:
+            policy = CheckPolicy(repeats=entry.repeats)
+            jobs.append(
+                CaseJob(entry.case, rows, device, check=policy, timed=False, layout=entry.layout, name=entry.name)
+            )
+    return jobs
+
+
+def lines(job: CaseJob, record: Record) -> list[str]:
+    """An entry's verdict and one line a tensor."""
+    if job.check.rtol is not None and record.check:
+        return _harness_lines(job, record)
+    name = f"{job.name}: " if job.name else ""
+    layout = f" [{job.layout}]" if job.layout else ""
+    style = {"checked": "green", "unsupported": "dim"}.get(record.outcome, "red")
+    word = {"checked": "ok"}.get(record.outcome, record.outcome)
+    flags = f"  ({', '.join(record.flags)})" if record.flags else ""
+    head = f"{paint(word, style):<12} {record.backend:<10} {name}{record.label}{layout}{flags}"
+    out = [head]
+    if record.reason and record.outcome != "checked":
+        out.append(f"    {record.reason}")
+    for tensor, found in record.check.items():
+        mark = "" if found.passed else paint("  FAILED", "red")
+        out.append(
+            f"    {tensor:<5} max abs {found.max_abs:.3e}  rel Frobenius {found.rel_fro:.3e}  "
+            f"budget {found.budget_ratio:6.3f}  worst at {found.worst}{mark}"
+        )
+    return out
+
+
+def _harness_lines(job: CaseJob, record: Record) -> list[str]:
+    """An entry with fixed tolerances, in the form of the harness that set them."""
+    case: Any = job.case
+    out = [
+        "",
+        f"{record.backend}: rows={case.rows}, D={case.hidden}, dtype={case.dtype}, include_lse_grad={case.lse_grad}",
+    ]
+    shown = {name: found for name, found in record.check.items() if name in HARNESS_NAMES} or record.check
+    for name, found in shown.items():
+        out.append(
+            f"{HARNESS_NAMES.get(name, name):>10}: max_abs={found.max_abs:.6e}, {found.message.replace(' ', '=')}"
+        )
+    if record.outcome == "checked":
+        return [*out, "PASS"]
+    return [*out, f"FAIL {record.reason or record.outcome}"]
+
+
+def summary(records: Sequence[Record]) -> str:
+    """One sentence a backend: right, wrong, not run, unsupported."""
+    out = [""]
+    for name in dict.fromkeys(record.backend for record in records):
+        mine = [record for record in records if record.backend == name]
+        count = {outcome: sum(r.outcome == outcome for r in mine) for outcome in dict.fromkeys(r.outcome for r in mine)}
+        right = count.pop("checked", 0)
+        rest = ", ".join(f"{number} {outcome}" for outcome, number in count.items())
+        ratios = [found.budget_ratio for r in mine if r.outcome == "checked" for found in r.check.values()]
+        worst = f"; largest error {max(ratios):.2f} of its budget" if ratios else ""
+        note = "" if judged(name) else " (not judged: does not set the exit code)"
+        out.append(f"{name}: {right} of {len(mine)} entries right{', ' + rest if rest else ''}{worst}{note}")
+    return "\n".join(out)
+
+
+def as_data(records: Sequence[Record], format: str) -> str:
+    """The records as JSON, or one line a tensor as CSV or Markdown."""
+    if format == "json":
+        return to_json_text([record.to_json() for record in records], indent=2)
+    titles = ("outcome", "backend", "label", "tensor", "max_abs", "rel_fro", "budget_ratio", "worst", "reason")
+    rows: list[tuple[object, ...]] = []
+    for r in records:
+        if not r.check:
+            rows.append((r.outcome, r.backend, r.label, "", "", "", "", "", r.reason or ""))
+        for name, t in r.check.items():
+            worst = " ".join(map(str, t.worst))
+            rows.append((r.outcome, r.backend, r.label, name, t.max_abs, t.rel_fro, t.budget_ratio, worst, t.message))
+    if format == "csv":
+        return comma_separated(titles, rows)
+    head = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    return "\n".join(head + ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows])
