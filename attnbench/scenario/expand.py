@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from attnbench.backends.names import BUILTIN, computes, is_custom
+from attnbench.backends.names import BUILTIN, computes, custom_file, is_custom
 from attnbench.errors import did_you_mean
 from attnbench.scenario.build import DEFAULTS, DENSE, FIELDS, PACKED, SIZE, BadCase, build
 from attnbench.scenario.case import AttentionCase, Case, Pass, op_name
@@ -23,16 +24,18 @@ Report = Callable[[Path, str], None]
 """Called with the path of what is wrong and a message; goes on to the next problem."""
 
 
-def expand(model: ScenarioModel, data: dict[str, Any], report: Report) -> tuple[PlannedCase, ...]:
+def expand(
+    model: ScenarioModel, data: dict[str, Any], report: Report, kernels_exist: bool = False
+) -> tuple[PlannedCase, ...]:
     """Every planned case in the file's order; a matrix's first axis varies slowest.
 
     `data` is what `model` was made from: it has the order of keys. Problems go to `report`; the result means something
     only without any.
     """
     axes = [_axes(entry, given) for entry, given in zip(model.cases, data["cases"], strict=True)]
-    check_backends(model.backends, ("backends",), report)
+    check_backends(model.backends, ("backends",), report, kernels_exist)
     if model.baseline is not None:
-        check_backends([model.baseline], ("baseline",), report)
+        check_backends([model.baseline], ("baseline",), report, kernels_exist)
     check = check_policy(model.check, ("check",), report)
     if not _sizes_are_sane(axes, report):
         return ()
@@ -41,7 +44,7 @@ def expand(model: ScenarioModel, data: dict[str, Any], report: Report) -> tuple[
     for i, entry in enumerate(model.cases):
         path: Path = ("cases", i)
         if entry.backends is not None:
-            check_backends(entry.backends, (*path, "backends"), report)
+            check_backends(entry.backends, (*path, "backends"), report, kernels_exist)
         entry_check = check
         if entry.check is not None:
             merged = Check.model_construct(**{**model.check.model_dump(), **entry.check.model_dump(exclude_unset=True)})
@@ -60,12 +63,18 @@ def expand(model: ScenarioModel, data: dict[str, Any], report: Report) -> tuple[
     return tuple(plan.rows())
 
 
-def check_backends(names: list[str], path: Path, report: Report) -> None:
-    """Report names that are neither built in nor of the form of a user's own backend, and names given twice."""
+def check_backends(names: list[str], path: Path, report: Report, kernels_exist: bool) -> None:
+    """Report names that are neither built in nor of the form of a user's own backend, and names given twice.
+
+    With `kernels_exist` also a user's own file that is not there.
+    """
     for i, name in enumerate(names):
         place = (*path, i) if len(path) > 1 or path == ("backends",) else path
         if name in names[:i]:
             report(place, f"backend {quoted(name)} is given twice")
+        kernel = custom_file(name)
+        if kernel and kernels_exist and not os.path.isfile(kernel):
+            report(place, f"no file {quoted(kernel)}; paths are relative to the directory that attnbench is started in")
         if name not in BUILTIN and not is_custom(name):
             report(
                 place,
@@ -118,6 +127,7 @@ def _cases(
     rules = [_given(rule) for rule in entry.exclude or ()]
     if rules and not axes:
         report((*path, "exclude"), "`exclude` without `matrix` has nothing to leave out")
+        rules = []
     unused, left = set(range(len(rules))), 0
     for indices in itertools.product(*(range(len(values)) for values in axes.values())):
         chosen = {name: axes[name][at] for name, at in zip(axes, indices, strict=True)}
@@ -176,7 +186,7 @@ def _backends_of(model: ScenarioModel, entry: Entry, case: Case, path: Path, rep
         if not computes(name, op):
             report((*path, "backends", i), f"{name} does not compute {op}; it computes {', '.join(BUILTIN[name])}")
     names = tuple(name for name in entry.backends or model.backends if computes(name, op))
-    if not names:
+    if not names and not entry.backends:
         able = ", ".join(name for name in BUILTIN if computes(name, op))
         report(path, f"no backend of the scenario computes {op}; wanted one of {able}")
     return names

@@ -8,9 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from attnbench.backends.names import custom_file
 from attnbench.scenario import yaml_text
-from attnbench.scenario.errors import Problem, ScenarioError, quoted
+from attnbench.scenario.errors import Problem, ScenarioError
 from attnbench.scenario.expand import Report, expand
 from attnbench.scenario.explain import explain, kind_of
 from attnbench.scenario.model import ScenarioModel
@@ -21,17 +20,7 @@ from attnbench.scenario.yaml_text import Document, Path, dotted
 def load_file(path: str | FilePath) -> Scenario:
     """See `attnbench.scenario.load`."""
     file = os.fspath(path)
-    scenario = load_text(_read(file), file)
-    problems = []
-    for planned in scenario.planned:
-        for name in planned.backends:
-            kernel = custom_file(name)
-            if kernel and not os.path.isfile(kernel):
-                message = f"no file {quoted(kernel)}; paths are relative to the directory that attnbench is started in"
-                problems.append(Problem(0, 0, f"backend {quoted(name)}", message))
-    if problems:
-        raise ScenarioError(file, problems)
-    return scenario
+    return load_text(_read(file), file, kernels_exist=True)
 
 
 def _read(file: str) -> str:
@@ -61,8 +50,8 @@ def _read(file: str) -> str:
         raise refuse(what, line, column) from None
 
 
-def load_text(text: str, file: str = "<text>") -> Scenario:
-    """See `attnbench.scenario.loads`."""
+def load_text(text: str, file: str = "<text>", kernels_exist: bool = False) -> Scenario:
+    """See `attnbench.scenario.loads`. With `kernels_exist`, files of a user's own kernels must be there."""
     document = yaml_text.parse(text.removeprefix("\ufeff"), file)
     problems = list(document.problems)
     if not isinstance(document.data, dict):
@@ -76,10 +65,10 @@ def load_text(text: str, file: str = "<text>") -> Scenario:
         model = ScenarioModel.model_validate(document.data)
     except ValidationError as error:
         found = explain(error, document)
-        _judge_the_rest(document, found, report)
+        _judge_the_rest(document, found, report, kernels_exist)
         raise ScenarioError(file, problems + list(found.values())) from None
 
-    planned = expand(model, document.data, report)
+    planned = expand(model, document.data, report, kernels_exist)
     if problems:
         raise ScenarioError(file, problems)
     measure = model.measure.model_dump()
@@ -96,7 +85,7 @@ def load_text(text: str, file: str = "<text>") -> Scenario:
     )
 
 
-def _judge_the_rest(document: Document, found: dict[Path, Problem], report: Report) -> None:
+def _judge_the_rest(document: Document, found: dict[Path, Problem], report: Report, kernels_exist: bool) -> None:
     """Report what else is wrong, so that a file is put right in one go: entries of the right form are expanded."""
     if any(path[:1] == ("defaults",) or path == ("cases",) for path in found):
         return
@@ -118,4 +107,4 @@ def _judge_the_rest(document: Document, found: dict[Path, Problem], report: Repo
             path = ("cases", kept[int(path[1])], *path[2:])
         report(path, message)
 
-    expand(model, data, place)
+    expand(model, data, place, kernels_exist)

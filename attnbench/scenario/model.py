@@ -197,7 +197,7 @@ class Entry(CaseFields):
     check: Check | None = None
     """Checking of these cases; fields that are not given are those of the scenario's `check`."""
     matrix: Matrix | None = None
-    """Axes: each field has a list of values, and every combination becomes a case."""
+    """Axes to sweep: a list of values for any field of a case."""
     exclude: Annotated[list[Exclude], Field(min_length=1)] | None = None
     """Combinations of the matrix to leave out."""
 
