@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from attnbench.backends.attention_call import attention_call
@@ -38,14 +39,28 @@ def _attention(inputs: Inputs) -> Prepared:
 
     call = attention_call(inputs)
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return kernels_triton.attention(q, k, v, return_lse=True, **call.extras)
-
     def forward() -> dict[str, torch.Tensor]:
-        out, lse = run(call.q, call.k, call.v)
+        out, lse = kernels_triton.attention(call.q, call.k, call.v, return_lse=True, **call.extras)
         return {"out": out, "lse": lse}
 
-    return Prepared(forward=forward, kernel_forward=lambda: run(*call.detached), deterministic=True)
+    @cache
+    def saved() -> Any:
+        return kernels_triton.attention_forward(*call.detached, **call.extras)
+
+    def kernel_backward() -> Any:
+        return kernels_triton.attention_backward(call.d_out, None, *call.detached, *saved(), **call.extras)
+
+    def tune() -> dict[str, Any]:
+        chosen: dict[str, Any] = kernels_triton.tune(call.q, call.k, call.v, **call.extras)
+        return chosen
+
+    return Prepared(
+        forward=forward,
+        kernel_forward=lambda: kernels_triton.attention_forward(*call.detached, **call.extras),
+        kernel_backward=None if call.d_out is None else kernel_backward,
+        tune=tune,
+        deterministic=True,
+    )
 
 
 def _residual(case: Case, inputs: Inputs) -> Prepared:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -17,7 +19,8 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse with the semantics of `attnbench.attention`; products in the inputs' dtype, softmax and lse in fp32.
+    """out and lse with the semantics of `attnbench.attention`; products of operands in the
+    inputs' dtype, scores, softmax and lse in fp32.
 
     Dense: q `[B, Sq, H, D]` to out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`. Packed: q `[Tq, H, D]` to `[Tq, H, Dv]` and
     `[H, Tq]`, one sequence after the other.
@@ -70,9 +73,29 @@ def dense(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, S, D]
     if ratio > 1:
         k, v = k.repeat_interleave(ratio, dim=1), v.repeat_interleave(ratio, dim=1)
-    scores = (q @ k.mT).float() * scale
+    scores = _Scores.apply(q, k) * scale
     if causal:
         hidden = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).triu(seqlen_k - seqlen_q + 1)
         scores = scores.masked_fill(hidden, -torch.inf)
     out = scores.softmax(-1).to(q.dtype) @ v
     return out.transpose(1, 2), scores.logsumexp(-1)
+
+
+class _Scores(torch.autograd.Function):
+    """q kᵀ in fp32 from 16-bit operands: `q @ k.mT` would round the scores, and with them lse, to 16 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:  # [B, H, Sq, D], [B, H, Sk, D]
+        ctx.save_for_backward(q, k)
+        if q.dtype == torch.float32:
+            return q @ k.mT
+        if q.is_cuda:
+            scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out_dtype=torch.float32)
+            return scores.unflatten(0, q.shape[:2])
+        return q.float() @ k.float().mT
+
+    @staticmethod
+    def backward(ctx: Any, d_scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = ctx.saved_tensors
+        d_scores = d_scores.to(q.dtype)
+        return d_scores @ k, d_scores.mT @ q
