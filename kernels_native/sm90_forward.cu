@@ -12,6 +12,7 @@
 //   CAUSAL, VARLEN        0 or 1
 //   PINGPONG              warpgroups take turns at the tensor cores
 //   RESCALE_EARLY         O is rescaled before P V is issued instead of after it is done
+//   EXP_FIRST             see keep_order
 //   THRESHOLD, POLY, EVERY  see softmax_step
 #include "mask.cuh"
 #include "mbarrier.cuh"
@@ -205,6 +206,15 @@ __device__ __forceinline__ void rescale_output(float (&o)[HEAD_DIM_V / 2], const
   for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[i] *= factor[i >> 1 & 1];
 }
 
+// Keeps the exponentials before the next wait, under P V: without a use that looks like one the assembler sinks them
+// below it. A sum is never negative, so nothing is stored.
+__device__ __forceinline__ void keep_order(const RowState& row, u32 address) {
+  asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0;}" ::"f"(
+                   row.sum[0] + row.sum[1] + (row.sum[2] + row.sum[3])),
+               "r"(address)
+               : "memory");
+}
+
 // Rows of V beyond a packed sequence belong to its neighbour: 0 * NaN must not reach the sum.
 __device__ __forceinline__ void zero_tail(u32 v_smem, int first, int thread) {
   for (int i = thread; i < (BLOCK_N - first) * 8 * kPanelsV; i += 128) {
@@ -237,7 +247,7 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, u32 q
   for (int round = 0;; ++round) {
     const int qs = round % Q_STAGES;
     mbarrier_wait(smem_address(&control.q_full[qs]), round / Q_STAGES & 1);
-    const Tile tile = control.tiles[qs];
+    const Tile& tile = control.tiles[qs];  // read again where needed: registers are scarce
     if (tile.row < 0) break;
     const KeyBlocks blocks = key_blocks(tile);
     const int row0 = tile.row + wg * 64 + warp * 16 + lane / 4;
@@ -314,7 +324,7 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, u32 q
         release_k(step + 1);
         if constexpr (decltype(masked)::value) mask(block);
         rescale = softmax_step<THRESHOLD, decltype(masked)::value ? 0 : POLY, EVERY>(s, row, factor, p.scale_log2);
-        registers_fence(s);  // the exponentials belong here, under P V
+        if (EXP_FIRST) keep_order(row, q_tile);
         wgmma_wait<0>();
         registers_fence(o);
         release_v(step);

@@ -38,6 +38,7 @@ class Config:
     q_stages: int = 2
     pingpong: bool = True
     rescale_early: bool = False
+    exp_first: bool = True
     threshold: int = 8
     poly: int = 0
     every: int = 4
@@ -66,6 +67,7 @@ class Config:
             "VARLEN": int(self.varlen),
             "PINGPONG": int(self.pingpong),
             "RESCALE_EARLY": int(self.rescale_early),
+            "EXP_FIRST": int(self.exp_first),
             "THRESHOLD": self.threshold,
             "POLY": self.poly,
             "EVERY": self.every,
@@ -98,7 +100,7 @@ def choose(head_dim: int, head_dim_v: int, causal: bool, varlen: bool, dtype: st
     base = Config(padded, padded_v, causal, varlen, dtype)
     widest = max(padded, padded_v)
     if widest == 64:
-        return replace(base, warpgroups=3)
+        return replace(base, warpgroups=2 if varlen else 3)
     if widest <= 128:
         return base
     if widest == 192:
