@@ -58,11 +58,16 @@ def watts(handle: Any) -> float | None:
 
 
 def other_processes(handle: Any) -> list[int]:
-    """Process ids on the board other than ours; ids of other containers may not be visible."""
+    """Process ids on the board other than ours.
+
+    In a container NVML may give the host's ids, our own among them: what is no process here cannot be told from us, and
+    is left out.
+    """
     import pynvml
 
     with contextlib.suppress(Exception):
-        return sorted(p.pid for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid != os.getpid())
+        found = {p.pid for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)} - {os.getpid()}
+        return sorted(pid for pid in found if os.path.exists(f"/proc/{pid}"))
     return []
 
 
