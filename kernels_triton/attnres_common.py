@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 INTERPRET = bool(triton.knobs.runtime.interpret)
+_INTERPRETED = tl.constexpr(INTERPRET)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 
@@ -49,6 +50,16 @@ def blocks_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def rounded(value, like):
+    """fp32 `value` rounded once, to nearest even, to the element type of the pointer `like`."""
+    if _INTERPRETED and like.dtype.element_ty == tl.bfloat16:  # the interpreter's own cast truncates
+        bits = value.to(tl.int32, bitcast=True)
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        value = tl.where(value == value, nearest, value)
+    return value.to(like.dtype.element_ty)
+
+
+@triton.jit
 def _column_sum(
     partial,
     out,
@@ -68,7 +79,7 @@ def _column_sum(
     result = tl.sum(total, axis=0)
     if ACCUMULATE:
         result += tl.load(out + column, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + column, result.to(out.dtype.element_ty), mask=live)
+    tl.store(out + column, rounded(result, out), mask=live)
 
 
 def column_sum(partial: torch.Tensor, out: torch.Tensor, accumulate: bool = False) -> None:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels_triton.attnres_common import INTERPRET, column_sum, multiprocessors
+from kernels_triton.attnres_common import INTERPRET, column_sum, multiprocessors, rounded
 from kernels_triton.attnres_phase1_forward import plain_dot, split_dot
 
 
@@ -101,7 +101,7 @@ def _backward(
             dv -= v.to(tl.float32) * norm[:, None]
             if ACCUMULATE:
                 dv += tl.load(dv_at[:, None] + d[None, :], mask=v_mask, other=0.0).to(tl.float32)
-            tl.store(dv_at[:, None] + d[None, :], dv.to(dv_ptr.dtype.element_ty), mask=v_mask)
+            tl.store(dv_at[:, None] + d[None, :], rounded(dv, dv_ptr), mask=v_mask)
 
 
 @triton.jit
@@ -177,7 +177,6 @@ def backward(
     rstd: torch.Tensor,
     dv: torch.Tensor,
     dw: torch.Tensor,
-    eps: float,
     accumulate: bool = False,
     config: Config | None = None,
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels_triton.attnres_common import INTERPRET, multiprocessors
+from kernels_triton.attnres_common import INTERPRET, multiprocessors, rounded
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def _forward(
             live = d < hidden
             v = tl.load(v_at[:, None] + d[None, :], mask=v_ok[:, None] & live[None, :], other=0.0)
             o = split_dot(by_target, v, tl.zeros([ROWS * BLOCK_S, CHUNK_B], tl.float32), SPLIT, PRECISION)
-            tl.store(out_at[:, None] + d[None, :], o.to(out_ptr.dtype.element_ty), mask=out_ok[:, None] & live[None, :])
+            tl.store(out_at[:, None] + d[None, :], rounded(o, out_ptr), mask=out_ok[:, None] & live[None, :])
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def _forward_row(
             if SAVE:
                 tl.store(logits_ptr + (tl.cast(row, tl.int64) * QUERIES + s) * blocks + n, logits, mask=has)
             o = tl.sum((weight / total)[:, None] * v, axis=0)
-            tl.store(out_ptr + (s * tl.cast(rows, tl.int64) + row) * hidden + d, o.to(out_ptr.dtype.element_ty), mask=live)
+            tl.store(out_ptr + (s * tl.cast(rows, tl.int64) + row) * hidden + d, rounded(o, out_ptr), mask=live)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels_triton.attnres_common import INTERPRET, column_sum, multiprocessors
+from kernels_triton.attnres_common import INTERPRET, column_sum, multiprocessors, rounded
 
 _MAX_BLOCK = 16384
 
@@ -53,7 +53,7 @@ def _forward(
         # An inter-block result of weight 0 (lse -inf: nothing was attended) must not leak what its memory holds.
         y = tl.where(a > 0.0, a, 0.0)[:, None] * tl.where((a > 0.0)[:, None], y0, 0.0) + b[:, None] * x
         lse = tl.maximum(l0, l1) + tl.log(1.0 + tl.exp(-tl.abs(l0 - l1)))
-        tl.store(out_ptr + row[:, None] * hidden + d[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + row[:, None] * hidden + d[None, :], rounded(y, out_ptr), mask=mask)
         tl.store(lse_ptr + row, lse, mask=ok)
 
 
@@ -112,9 +112,9 @@ def _backward(
         where = row[:, None] * hidden + d[None, :]
         if ACCUMULATE:
             dx += tl.load(dx_ptr + where, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + where, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        tl.store(dy0_ptr + where, (a[:, None] * dy).to(dy0_ptr.dtype.element_ty), mask=mask)
-        tl.store(dl0_ptr + row, dl0.to(dl0_ptr.dtype.element_ty), mask=ok)
+        tl.store(dx_ptr + where, rounded(dx, dx_ptr), mask=mask)
+        tl.store(dy0_ptr + where, rounded(a[:, None] * dy, dy0_ptr), mask=mask)
+        tl.store(dl0_ptr + row, rounded(dl0, dl0_ptr), mask=ok)
     tl.store(dq_ptr + tl.program_id(0).to(tl.int64) * hidden + d, tl.sum(dq, axis=0), mask=live)
 
 
