@@ -59,7 +59,8 @@ def _message(item: Any, path: Path, document: Document) -> str:
         case "string_type":
             return f"{kind_of(value)}; wanted text (put it into quotes)"
         case "list_type":
-            return f"{kind_of(value)}; wanted a list, as in [{value if not isinstance(value, dict) else '…'}]"
+            hint = f", as in [{_written(value)}]" if isinstance(value, bool | int | float | str) else ""
+            return f"{kind_of(value)}; wanted a list{hint}"
         case "model_type" | "model_attributes_type" | "dict_type":
             return f"{kind_of(value)}; wanted a mapping of {', '.join(_fields_at(path))}"
         case "literal_error":
@@ -77,6 +78,10 @@ def _message(item: Any, path: Path, document: Document) -> str:
             return f"{quoted(value)} {why}; wanted letters, digits, '_', '-' and '.', starting with a letter or digit"
     wanted = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return f"{kind_of(value)}; wanted {wanted[0].lower()}{wanted[1:]}"
+
+
+def _written(value: bool | int | float | str) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _multiples(value: Any, step: int) -> list[str]:

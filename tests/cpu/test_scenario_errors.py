@@ -91,7 +91,7 @@ def test_the_base_is_good():
         (f"{CASE}, check: {{rtol: 1e-3}}", ["wanted both"]),
         (f"{CASE}, check: {{repeat: 3}}", ["unknown key 'repeat'", "Did you mean 'repeats'?"]),
         (f"{CASE}, matrix: {{seqlen: [1, 2]}}", ["`seqlen` is also an axis"]),
-        (f"{CASE}, matrix: {{causal: true}}", ["wanted a list, as in [True]"]),
+        (f"{CASE}, matrix: {{causal: true}}", ["true; wanted a list, as in [true]"]),
         (f"{CASE}, matrix: {{seed: []}}", ["empty; wanted at least one"]),
         (f"{CASE}, matrix: {{sed: [1]}}", ["unknown key 'sed'", "Did you mean 'seed'?"]),
         (f"{CASE}, exclude: [{{seqlen: 128}}]", ["`exclude` without `matrix`"]),

@@ -112,6 +112,24 @@ def test_varlen():
     assert case.seqlens_q == (0, 3)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "lens_q: [0, 0, 1023], lens_k: [0, 1, 2045], heads: 8, head_dim: 128",
+        "lens_q: [0, 0, 0, 1], lens_k: [3, 0, 5, 7], heads: 21, kv_heads: 7, head_dim: 120",
+        "lens_q: [524544, 256], lens_k: [256, 256], heads: 32, head_dim: 128",
+        "lengths: {distribution: uniform, min: 1, max: 1, sequences: 8301}, heads: 16, head_dim: 128",
+        "lens: [0], heads: 1, head_dim: 8",
+        "seqlen_q: 239, seqlen_k: 1, heads: 4, head_dim: 64",
+        "seqlen: 256, heads: 4, head_dim: 192, value_head_dim: 128",
+        "op: attnres_phase1, rows: 0, hidden: 64, blocks: 1, queries: 1",
+        "op: attnres_phase2, rows: 1000, hidden: 7168, eps: 0, logit_scale: 30",
+    ],
+)
+def test_odd_but_legal_cases_are_planned(fields):
+    assert only(f"- {{{fields}, dtype: fp16}}").case.dtype == "fp16"
+
+
 def test_first_axis_varies_slowest_in_the_files_order():
     cases = plan("- {head_dim: 64, seqlen: 8, matrix: {seed: [1, 0], heads: [4, 2], causal: [true, false]}}")
     assert [(p.case.seed, p.case.heads, p.case.causal) for p in cases] == [

@@ -183,7 +183,7 @@ def test_validate_goes_on_after_a_bad_file(tmp_path, capsys):
     captured = capsys.readouterr()
     assert f"{bad}:3: cases[0].hedas: unknown key 'hedas'" in captured.err
     assert "absent.yaml: no such file" in captured.err
-    assert "smoke: 9 cases" in captured.out
+    assert "smoke: 13 cases" in captured.out
 
 
 def test_schema_command(tmp_path, capsys):
