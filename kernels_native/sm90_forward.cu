@@ -120,6 +120,36 @@ __device__ __forceinline__ Tile find_tile(const Params& p, int index) {
   return tile;
 }
 
+// Loads the tile's keys and values from right to left, K one block ahead of V, as the consumers use them. `step` counts
+// the blocks of all tiles so far.
+__device__ __forceinline__ void load_keys(const Params& p, Control& control, const Tile& tile, u32 k_smem, u32 v_smem,
+                                          int step) {
+  const int kv_head = tile.head / p.group;
+  const int blocks = key_blocks(tile).end;
+  for (int i = 0; i <= blocks && blocks > 0; ++i) {
+    if (i < blocks) {
+      const int stage = (step + i) % STAGES;
+      const u32 full = smem_address(&control.k_full[stage]);
+      mbarrier_wait(smem_address(&control.k_empty[stage]), ((step + i) / STAGES & 1) ^ 1);
+      mbarrier_expect(full, kKBytes);
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel)
+        tma_load_4d(k_smem + stage * kKBytes + panel * kKPanel, p.k, full, panel * 64,
+                    tile.k_offset + (blocks - 1 - i) * BLOCK_N, kv_head, tile.batch);
+    }
+    if (i > 0) {
+      const int stage = (step + i - 1) % STAGES;
+      const u32 full = smem_address(&control.v_full[stage]);
+      mbarrier_wait(smem_address(&control.v_empty[stage]), ((step + i - 1) / STAGES & 1) ^ 1);
+      mbarrier_expect(full, kVBytes);
+#pragma unroll
+      for (int panel = 0; panel < kPanelsV; ++panel)
+        tma_load_4d(v_smem + stage * kVBytes + panel * kKPanel, p.v, full, panel * 64,
+                    tile.k_offset + (blocks - i) * BLOCK_N, kv_head, tile.batch);
+    }
+  }
+}
+
 __device__ __forceinline__ void produce(const Params& p, Control& control, u32 q_smem, u32 k_smem, u32 v_smem) {
   const bool leader = (threadIdx.x & 31) == 0;
   int step = 0;
@@ -132,43 +162,18 @@ __device__ __forceinline__ void produce(const Params& p, Control& control, u32 q
       const u32 q_full = smem_address(&control.q_full[qs]);
       if (tile.row < 0) {
         mbarrier_arrive(q_full);
-        break;
+      } else {
+        mbarrier_expect(q_full, kQLoad);
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel)
+          tma_load_4d(q_smem + qs * kQBytes + panel * kQPanel, p.q, q_full, panel * 64, tile.q_offset + tile.row,
+                      tile.head, tile.batch);
+        load_keys(p, control, tile, k_smem, v_smem, step);
       }
-      mbarrier_expect(q_full, kQLoad);
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel)
-        tma_load_4d(q_smem + qs * kQBytes + panel * kQPanel, p.q, q_full, panel * 64, tile.q_offset + tile.row,
-                    tile.head, tile.batch);
-
-      const int kv_head = tile.head / p.group;
-      const int blocks = key_blocks(tile).end;
-      // K runs one block ahead of V, as the consumers do.
-      for (int i = 0; i <= blocks && blocks > 0; ++i) {
-        if (i < blocks) {
-          const int stage = (step + i) % STAGES;
-          const u32 full = smem_address(&control.k_full[stage]);
-          mbarrier_wait(smem_address(&control.k_empty[stage]), ((step + i) / STAGES & 1) ^ 1);
-          mbarrier_expect(full, kKBytes);
-#pragma unroll
-          for (int panel = 0; panel < kPanels; ++panel)
-            tma_load_4d(k_smem + stage * kKBytes + panel * kKPanel, p.k, full, panel * 64,
-                        tile.k_offset + (blocks - 1 - i) * BLOCK_N, kv_head, tile.batch);
-        }
-        if (i > 0) {
-          const int stage = (step + i - 1) % STAGES;
-          const u32 full = smem_address(&control.v_full[stage]);
-          mbarrier_wait(smem_address(&control.v_empty[stage]), ((step + i - 1) / STAGES & 1) ^ 1);
-          mbarrier_expect(full, kVBytes);
-#pragma unroll
-          for (int panel = 0; panel < kPanelsV; ++panel)
-            tma_load_4d(v_smem + stage * kVBytes + panel * kKPanel, p.v, full, panel * 64,
-                        tile.k_offset + (blocks - i) * BLOCK_N, kv_head, tile.batch);
-        }
-      }
-      step += blocks;
     }
-    __syncwarp();
     if (tile.row < 0) break;
+    step += key_blocks(tile).end;
+    __syncwarp();
   }
 }
 
