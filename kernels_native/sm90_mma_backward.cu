@@ -1,0 +1,412 @@
+// FlashAttention backward with mma.sync (Dao, "FlashAttention-2", 2023, algorithm 2): one thread block per key tile walks
+// the query tiles. Scores are computed transposed, so that a warp's P and dS are at once, in registers, the left operands
+// of dV = P^T dO and dK = dS^T Q; only dS goes through shared memory, for dQ = dS K. dQ is summed in fp32 in global
+// memory. Before: delta. After: dQ scaled and rounded.
+#include "mma.cuh"
+#include "seqlen.cuh"
+#include "tma.cuh"
+
+using namespace attn;
+
+#define kInfinity __int_as_float(0x7f800000)
+constexpr float kLog2e = 1.44269504088896341f;
+constexpr int kBlockM = 64;  // query tile of all four kernels
+
+struct Params {
+  TensorMap q, k, v, dout;  // dimensions: head_dim, head, row, batch
+  void *dk, *dv;
+  const float *lse2, *delta;  // [heads, padded rows]
+  float* dq_sum;              // [heads, padded rows, D], each tile in the order of the accumulators
+  int* turns;                 // [heads, padded rows / kBlockM]; deterministic only
+  const int* cu_q;            // null: dense
+  const int* cu_k;
+  long long dk_row, dk_head, dk_batch, dv_row, dv_head, dv_batch;  // elements
+  long long padded;                                                // padded rows
+  int sequences, q_total, k_total;
+  int kv_heads, group;  // key heads; query heads per key head
+  int tiles, section;
+  int head_dim, value_dim;
+  float scale, scale_log2;
+  int unused;
+};
+
+struct RowParams {
+  const void *out, *dout;  // preprocess
+  const float *lse, *dlse;
+  float *lse2, *delta, *dq_sum;
+  void* dq;  // postprocess
+  const int* cu_q;
+  const int* cu_k;
+  long long out_row, out_head, out_batch, dout_row, dout_head, dout_batch, dq_row, dq_head, dq_batch;
+  long long lse_head, lse_batch, padded;
+  int sequences, q_total, k_total, tiles;
+  int dim;  // of out (preprocess), of q (postprocess)
+  float scale;
+};
+
+__device__ __forceinline__ float exp2_mufu(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ uint4 load16(u32 address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address));
+  return x;
+}
+
+// Each block: one query tile and head. delta = rowsum(dO * O) - dlse; lse in log2 units, +inf where a row sees no key, so
+// that its probabilities come out 0 there, as they do in the tile's rows beyond the sequence. Clears the tile's dQ sum.
+template <int D>
+__global__ void __launch_bounds__(256) preprocess(const __grid_constant__ RowParams p) {
+  constexpr int LANES = D / 8;  // a row's threads, 16 bytes each
+  const int head = blockIdx.x / p.tiles, tile = blockIdx.x - head * p.tiles;
+  Sequence s;
+  int within, tiles;
+  const Batch batch{p.cu_q, p.cu_k, p.sequences, p.q_total, p.k_total};
+  if (!locate<kBlockM, true>(batch, tile, s, within, tiles)) return;
+  const long long first = head * p.padded + padded_row<kBlockM>(batch, s, within);
+  float4* sum = reinterpret_cast<float4*>(p.dq_sum + first * D);
+  for (int i = threadIdx.x; i < kBlockM * D / 4; i += 256) sum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+
+  const unsigned short* out = static_cast<const unsigned short*>(p.out) + s.batch * p.out_batch + head * p.out_head;
+  const unsigned short* dout = static_cast<const unsigned short*>(p.dout) + s.batch * p.dout_batch + head * p.dout_head;
+  const int chunk = threadIdx.x % LANES;
+  for (int r = threadIdx.x / LANES; r < kBlockM; r += 256 / LANES) {
+    const int row = within * kBlockM + r;
+    const bool inside = row < s.q_rows;
+    float total = 0.f;
+    if (inside && chunk * 8 < p.dim) {
+      const uint4 a = *reinterpret_cast<const uint4*>(out + (s.q_start + row) * p.out_row + chunk * 8);
+      const uint4 b = *reinterpret_cast<const uint4*>(dout + (s.q_start + row) * p.dout_row + chunk * 8);
+      const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 f = unpack2(x[i]), g = unpack2(y[i]);
+        total = fmaf(f.x, g.x, fmaf(f.y, g.y, total));
+      }
+    }
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
+    if (chunk == 0) {
+      const long long at = s.batch * p.lse_batch + head * p.lse_head + s.q_start + row;
+      const float lse = inside ? p.lse[at] : -kInfinity;
+      const bool live = lse != -kInfinity;
+      if (live && p.dlse != nullptr) total -= p.dlse[at];
+      p.lse2[first + r] = live ? lse * kLog2e : kInfinity;
+      p.delta[first + r] = live ? total : 0.f;
+    }
+  }
+}
+
+// D: head dim in shared memory (64 or 128). BN: key tile; each of the BN / 16 warps owns 16 keys.
+template <int D, int BN, bool CAUSAL, bool DETERMINISTIC>
+__global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_constant__ Params p) {
+  constexpr int BM = kBlockM, WARPS = BN / 16, THREADS = 32 * WARPS;
+  constexpr int PANELS = D / 64;
+  constexpr u32 K_BYTES = BN * D * 2, Q_BYTES = BM * D * 2, DS_BYTES = BN * BM * 2, ROW_BYTES = BM * 4;
+  constexpr u32 STAGE_BYTES = 2 * Q_BYTES;
+  constexpr int WARPS_D = WARPS / 2;               // dQ: two warps along the queries (32 each), the others along D
+  constexpr int QN = D / WARPS_D / 8;              // 8-column tiles of a warp's dQ
+  static_assert(QN % 2 == 0, "a warp's dQ columns come in pairs of tiles");
+  extern __shared__ __align__(1024) unsigned char shared[];
+  __shared__ __align__(16) float rows[2][2][BM];  // stage; lse2, delta
+  __shared__ __align__(8) u64 barriers[7];
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int tile, kv_head;
+  if (CAUSAL) {
+    sectioned(blockIdx.x, p.tiles, p.kv_heads * (p.cu_q == nullptr ? p.sequences : 1), p.section, tile, kv_head);
+  } else {
+    kv_head = blockIdx.x / p.tiles;
+    tile = blockIdx.x - kv_head * p.tiles;
+  }
+  Sequence s;
+  int within, tiles;
+  const Batch batch{p.cu_q, p.cu_k, p.sequences, p.q_total, p.k_total};
+  if (p.cu_q == nullptr) {
+    s.index = s.batch = kv_head / p.kv_heads;
+    kv_head -= s.batch * p.kv_heads;
+    s.q_start = s.k_start = 0;
+    s.q_rows = p.q_total;
+    s.k_rows = p.k_total;
+    within = tile;
+  } else if (!locate<BN, false>(batch, tile, s, within, tiles)) {
+    return;
+  }
+  const int key0 = within * BN;
+  const int shift = s.k_rows - s.q_rows;  // causal: key j is visible to query i iff j <= i + shift
+  const int first_m = CAUSAL ? max(0, key0 - shift) / BM : 0;
+  const int count = max(0, (s.q_rows + BM - 1) / BM - first_m);  // query tiles
+  const int total = count * p.group;
+  const int padded0 = padded_row<BM>(batch, s, 0);
+
+  const u32 k_tile = smem_address(shared), v_tile = k_tile + K_BYTES, stages = v_tile + K_BYTES;
+  const u32 ds_tiles = stages + 2 * STAGE_BYTES;
+  const u32 bars = smem_address(barriers);
+  const u32 kv_full = bars, full = bars + 8, empty = bars + 24, ds_full = bars + 40;
+  if (threadIdx.x == 0) {
+    mbarrier_init(kv_full, 1);
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(full + 8 * i, 1);
+      mbarrier_init(empty + 8 * i, WARPS);
+      mbarrier_init(ds_full + 8 * i, WARPS);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  // Iteration i is query tile first_m + i % count of head i / count of the group. Only thread 0 loads.
+  auto load = [&](int i) {
+    const int stage = i & 1, head = kv_head * p.group + i / count, row = (first_m + i % count) * BM;
+    const u32 bar = full + 8 * stage, at = stages + stage * STAGE_BYTES;
+    mbarrier_expect(bar, STAGE_BYTES + 2 * ROW_BYTES);
+#pragma unroll
+    for (int panel = 0; panel < PANELS; ++panel) {
+      tma_load_4d(at + panel * BM * 128, p.q, bar, panel * 64, head, s.q_start + row, s.batch);
+      tma_load_4d(at + Q_BYTES + panel * BM * 128, p.dout, bar, panel * 64, head, s.q_start + row, s.batch);
+    }
+    const long long padded = head * p.padded + padded0 + row;
+    bulk_load(smem_address(rows[stage][0]), p.lse2 + padded, ROW_BYTES, bar);
+    bulk_load(smem_address(rows[stage][1]), p.delta + padded, ROW_BYTES, bar);
+  };
+  float dk[D / 8][4], dv[D / 8][4];
+#pragma unroll
+  for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) dk[n][j] = dv[n][j] = 0.f;
+
+  if (total > 0) {
+    if (threadIdx.x == 0) {
+      mbarrier_expect(kv_full, 2 * K_BYTES);
+#pragma unroll
+      for (int panel = 0; panel < PANELS; ++panel) {
+        tma_load_4d(k_tile + panel * BN * 128, p.k, kv_full, panel * 64, kv_head, s.k_start + key0, s.batch);
+        tma_load_4d(v_tile + panel * BN * 128, p.v, kv_full, panel * 64, kv_head, s.k_start + key0, s.batch);
+      }
+      load(0);
+    }
+    mbarrier_wait(kv_full, 0);
+    if (key0 + BN > s.k_rows) {
+      // What lies beyond the sequence may be NaN (a neighbour's), and 0 * NaN would reach dQ.
+      zero_rows<BN, PANELS>(k_tile, s.k_rows - key0, threadIdx.x, THREADS);
+      zero_rows<BN, PANELS>(v_tile, s.k_rows - key0, threadIdx.x, THREADS);
+      __syncthreads();
+    }
+  }
+
+  // This warp's 16 keys times a query tile: c = (K or V) * (Q or dO)^T.
+  auto product = [&](float(&c)[BM / 8][4], u32 keys, u32 queries) {
+#pragma unroll
+    for (int n = 0; n < BM / 8; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
+    const u32 a_at = rows_then_columns(keys + warp * 2048, lane), b_at = columns_then_rows(queries, lane);
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
+      u32 a[4];
+      ldmatrix(a, (a_at + (k / 4) * BN * 128) ^ ((k % 4) * 32));
+#pragma unroll
+      for (int n = 0; n < BM / 16; ++n) {
+        u32 b[4];
+        ldmatrix(b, (b_at + (k / 4) * BM * 128 + n * 2048) ^ ((k % 4) * 32));
+        mma(c[2 * n], a, b[0], b[1]);
+        mma(c[2 * n + 1], a, b[2], b[3]);
+      }
+    }
+  };
+  // c += a * (dO or Q), over the query tile.
+  auto accumulate = [&](float(&c)[D / 8][4], const u32(&a)[BM / 16][4], u32 queries) {
+    const u32 b_at = rows_then_columns(queries, lane);
+#pragma unroll
+    for (int k = 0; k < BM / 16; ++k)
+#pragma unroll
+      for (int d = 0; d < D / 16; ++d) {
+        u32 b[4];
+        ldmatrix_transposed(b, (b_at + (d / 4) * BM * 128 + k * 2048) ^ ((d % 4) * 32));
+        mma(c[2 * d], a[k], b[0], b[1]);
+        mma(c[2 * d + 1], a[k], b[2], b[3]);
+      }
+  };
+
+#pragma unroll 1
+  for (int i = 0; i < total; ++i) {
+    const int stage = i & 1, parity = (i >> 1) & 1;
+    const int row0 = (first_m + i % count) * BM;
+    const u32 q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + Q_BYTES, ds_tile = ds_tiles + stage * DS_BYTES;
+    mbarrier_wait(full + 8 * stage, parity);
+    if (row0 + BM > s.q_rows) {
+      zero_rows<BM, 2 * PANELS>(q_tile, s.q_rows - row0, threadIdx.x, THREADS);
+      __syncthreads();
+    }
+
+    float c[BM / 8][4];
+    u32 prob[BM / 16][4], ds[BM / 16][4];
+    product(c, k_tile, q_tile);
+    if (threadIdx.x == 0 && i + 1 < total) {
+      if (i > 0) mbarrier_wait(empty + 8 * (stage ^ 1), ((i - 1) >> 1) & 1);
+      load(i + 1);
+    }
+    if (key0 + BN > s.k_rows || (CAUSAL && row0 + shift < key0 + BN - 1)) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = key0 + warp * 16 + half * 8 + lane / 4;
+        // The first query that sees the key, counted from this thread's first one.
+        const int limit = key >= s.k_rows ? BM : (CAUSAL ? key - shift - row0 - 2 * (lane % 4) : -BM);
+#pragma unroll
+        for (int n = 0; n < BM / 8; ++n)
+#pragma unroll
+          for (int j = 0; j < 2; ++j)
+            if (8 * n + j < limit) c[n][2 * half + j] = -kInfinity;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < BM / 8; ++n) {
+      const float2 lse2 = *reinterpret_cast<const float2*>(&rows[stage][0][8 * n + 2 * (lane % 4)]);
+      c[n][0] = exp2_mufu(fmaf(c[n][0], p.scale_log2, -lse2.x));
+      c[n][1] = exp2_mufu(fmaf(c[n][1], p.scale_log2, -lse2.y));
+      c[n][2] = exp2_mufu(fmaf(c[n][2], p.scale_log2, -lse2.x));
+      c[n][3] = exp2_mufu(fmaf(c[n][3], p.scale_log2, -lse2.y));
+      prob[n / 2][2 * (n & 1)] = pack2(c[n][0], c[n][1]);
+      prob[n / 2][2 * (n & 1) + 1] = pack2(c[n][2], c[n][3]);
+    }
+    {
+      float dp[BM / 8][4];
+      product(dp, v_tile, do_tile);
+#pragma unroll
+      for (int n = 0; n < BM / 8; ++n) {
+        const float2 delta = *reinterpret_cast<const float2*>(&rows[stage][1][8 * n + 2 * (lane % 4)]);
+        ds[n / 2][2 * (n & 1)] = pack2(c[n][0] * (dp[n][0] - delta.x), c[n][1] * (dp[n][1] - delta.y));
+        ds[n / 2][2 * (n & 1) + 1] = pack2(c[n][2] * (dp[n][2] - delta.x), c[n][3] * (dp[n][3] - delta.y));
+      }
+    }
+    // dS^T, keys along the rows. Its buffer's last readers (two iterations ago) had finished before they arrived at the
+    // barrier of the previous iteration, which this warp has passed.
+    const u32 ds_at = rows_then_columns(ds_tile + warp * 2048, lane);
+#pragma unroll
+    for (int n = 0; n < BM / 16; ++n) stmatrix(ds_at ^ (n * 32), ds[n][0], ds[n][1], ds[n][2], ds[n][3]);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(ds_full + 8 * stage);
+
+    accumulate(dv, prob, do_tile);
+    accumulate(dk, ds, q_tile);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(empty + 8 * stage);
+
+    // dQ of this tile: 32 queries x D / WARPS_D columns a warp, over all keys of the block.
+    mbarrier_wait(ds_full + 8 * stage, parity);
+    float dq[2][QN][4];
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int n = 0; n < QN; ++n) dq[m][n][0] = dq[m][n][1] = dq[m][n][2] = dq[m][n][3] = 0.f;
+    {
+      const int column = (warp % WARPS_D) * QN * 8;  // a multiple of 16
+      const u32 a_at = columns_then_rows(ds_tile, lane) ^ ((warp / WARPS_D) * 64);
+      const u32 b_at = rows_then_columns(k_tile + (column / 64) * BN * 128, lane) ^ ((column % 64) * 2);
+#pragma unroll
+      for (int k = 0; k < BN / 16; ++k) {
+        u32 a[2][4];
+        ldmatrix_transposed(a[0], a_at + k * 2048);
+        ldmatrix_transposed(a[1], (a_at + k * 2048) ^ 32);
+#pragma unroll
+        for (int n = 0; n < QN / 2; ++n) {
+          u32 b[4];
+          ldmatrix_transposed(b, (b_at + k * 2048) ^ (n * 32));
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            mma(dq[m][2 * n], a[m], b[0], b[1]);
+            mma(dq[m][2 * n + 1], a[m], b[2], b[3]);
+          }
+        }
+      }
+    }
+    const int head = kv_head * p.group + i / count;
+    const long long padded = head * p.padded + padded0 + row0;
+    int* turn = DETERMINISTIC ? p.turns + padded / BM : nullptr;
+    if (DETERMINISTIC) {
+      // Key tiles add in ascending order. A block's predecessors have lower block numbers, so they are running or done.
+      if (threadIdx.x == 0) {
+        int now;
+        do {
+          asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+        } while (now != within);
+      }
+      __syncthreads();
+    }
+    float* sum = p.dq_sum + padded * D + (warp * 2 * QN * 32 + lane) * 4;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int n = 0; n < QN; ++n)
+        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sum + (m * QN + n) * 128),
+                     "f"(dq[m][n][0]), "f"(dq[m][n][1]), "f"(dq[m][n][2]), "f"(dq[m][n][3])
+                     : "memory");
+    if (DETERMINISTIC) {
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(turn), "r"(within + 1) : "memory");
+    }
+  }
+
+  // Every warp has read K for its last dQ; then each stages its own 16 rows.
+  __syncthreads();
+  const u32 dk_at = rows_then_columns(k_tile + warp * 2048, lane), dv_at = rows_then_columns(v_tile + warp * 2048, lane);
+#pragma unroll
+  for (int d = 0; d < D / 16; ++d) {
+    const u32 offset = (d / 4) * BN * 128, flip = (d % 4) * 32;
+    const float(&a)[4] = dk[2 * d], (&b)[4] = dk[2 * d + 1], (&x)[4] = dv[2 * d], (&y)[4] = dv[2 * d + 1];
+    stmatrix((dk_at + offset) ^ flip, pack2(a[0] * p.scale, a[1] * p.scale), pack2(a[2] * p.scale, a[3] * p.scale),
+             pack2(b[0] * p.scale, b[1] * p.scale), pack2(b[2] * p.scale, b[3] * p.scale));
+    stmatrix((dv_at + offset) ^ flip, pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(y[0], y[1]), pack2(y[2], y[3]));
+  }
+  __syncwarp();
+  unsigned short* dk_out = static_cast<unsigned short*>(p.dk) + s.batch * p.dk_batch + kv_head * p.dk_head;
+  unsigned short* dv_out = static_cast<unsigned short*>(p.dv) + s.batch * p.dv_batch + kv_head * p.dv_head;
+  constexpr int CHUNKS = D / 8;
+  for (int j = lane; j < 16 * CHUNKS; j += 32) {
+    const int r = warp * 16 + j / CHUNKS, chunk = j % CHUNKS, key = key0 + r;
+    if (key >= s.k_rows) continue;
+    const u32 offset = (chunk / 8) * BN * 128 + swizzled(r, chunk % 8);
+    if (chunk * 8 < p.head_dim)
+      *reinterpret_cast<uint4*>(dk_out + (s.k_start + key) * p.dk_row + chunk * 8) = load16(k_tile + offset);
+    if (chunk * 8 < p.value_dim)
+      *reinterpret_cast<uint4*>(dv_out + (s.k_start + key) * p.dv_row + chunk * 8) = load16(v_tile + offset);
+  }
+}
+
+// Each block: one query tile and head. Undoes the order in which attention_backward<D, BN> summed, scales and rounds.
+template <int D, int BN>
+__global__ void __launch_bounds__(2 * BN) postprocess(const __grid_constant__ RowParams p) {
+  constexpr int WARPS = BN / 16, WARPS_D = WARPS / 2, QN = D / WARPS_D / 8;
+  __shared__ __align__(1024) unsigned char shared[kBlockM * D * 2];
+  const int head = blockIdx.x / p.tiles, tile = blockIdx.x - head * p.tiles;
+  Sequence s;
+  int within, tiles;
+  const Batch batch{p.cu_q, p.cu_k, p.sequences, p.q_total, p.k_total};
+  if (!locate<kBlockM, true>(batch, tile, s, within, tiles)) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const long long first = head * p.padded + padded_row<kBlockM>(batch, s, within);
+  const float4* sum = reinterpret_cast<const float4*>(p.dq_sum + first * D) + warp * 2 * QN * 32 + lane;
+  const int column = (warp % WARPS_D) * QN * 8;
+  const u32 at = rows_then_columns(
+      smem_address(shared) + (column / 64) * kBlockM * 128 + (warp / WARPS_D) * 32 * 128, lane) ^ ((column % 64) * 2);
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int n = 0; n < QN; n += 2) {
+      const float4 a = sum[(m * QN + n) * 32], b = sum[(m * QN + n + 1) * 32];
+      stmatrix((at + m * 2048) ^ (n * 16), pack2(a.x * p.scale, a.y * p.scale), pack2(a.z * p.scale, a.w * p.scale),
+               pack2(b.x * p.scale, b.y * p.scale), pack2(b.z * p.scale, b.w * p.scale));
+    }
+  __syncthreads();
+  unsigned short* dq = static_cast<unsigned short*>(p.dq) + s.batch * p.dq_batch + head * p.dq_head;
+  constexpr int CHUNKS = D / 8;
+  for (int j = threadIdx.x; j < kBlockM * CHUNKS; j += 2 * BN) {
+    const int r = j / CHUNKS, chunk = j % CHUNKS, row = within * kBlockM + r;
+    if (row < s.q_rows && chunk * 8 < p.dim)
+      *reinterpret_cast<uint4*>(dq + (s.q_start + row) * p.dq_row + chunk * 8) =
+          load16(smem_address(shared) + (chunk / 8) * kBlockM * 128 + swizzled(r, chunk % 8));
+  }
+}
