@@ -145,7 +145,11 @@ class CaseRunner:
         if self._truth is None:
             self._phase("inputs", None)
             operation = ops.operation(op_name(self.job.case))
-            self._truth = Truth(operation, self.job.case, self.job.device, _inputs(operation, self.job))
+            truth = Truth(operation, self.job.case, self.job.device, _inputs(operation, self.job))
+            if self.job.check.enabled:
+                self._phase("reference", None)
+                _ = truth.reference, truth.yardstick  # before any backend can touch the inputs
+            self._truth = truth
         return self._truth
 
     def _truth_for(self, prepared: Prepared) -> Truth:
@@ -195,17 +199,27 @@ class CaseRunner:
         baseline = self._baseline_for(row, record.pass_)
         result = time_device(self.session, self.job, truth, prepared, record, baseline)
         record.baseline = self.job.baseline if baseline is not None else None
-        if self.job.check.enabled and self.job.check.after:
-            after = judge(truth, result)
-            if self._rounds_scores(row):
-                after.pop("lse", None)
-            bad = {name: check for name, check in after.items() if not check.passed}
-            if bad:
-                name, check = next(iter(bad.items()))
-                record.check |= bad
-                record.outcome = "check-failed"
-                record.reason = f"wrong in the timed calls: {name}: {check.message or 'beyond its error budget'}"
-                _forget_times(record)
+        check = self.job.check
+        if check.enabled and check.after:
+            self._check_after(row, truth, result, record)
+
+    def _check_after(self, row: Row, truth: Truth, result: dict[str, torch.Tensor], record: Record) -> None:
+        """Judge what the timed calls wrote, and that they left the inputs alone."""
+        after = judge(truth, result)
+        if self._rounds_scores(row):
+            after.pop("lse", None)
+        bad = {name: check for name, check in after.items() if not check.passed}
+        changed = truth.restore()
+        if changed:
+            record.reason = f"changed its inputs in the timed calls: {', '.join(changed)}"
+        elif bad:
+            name, first = next(iter(bad.items()))
+            record.reason = f"wrong in the timed calls: {name}: {first.message or 'beyond its error budget'}"
+        else:
+            return
+        record.check = {**record.check, **bad}
+        record.outcome = "check-failed"
+        _forget_times(record)
 
     def _baseline_for(self, row: Row, pass_: str) -> Timed | None:
         """The baseline's timed callable of this pass, None for the baseline itself, eager, or where it cannot run."""

@@ -28,12 +28,33 @@ class Tolerance:
 
 @dataclass
 class Truth:
-    """Inputs of one case with what its outputs and gradients should be, made once and shared by every backend."""
+    """Inputs of one case with what its outputs and gradients should be, made once and shared by every backend.
+
+    `pristine` keeps the values of every tensor that a backend is given, to see whether it changes one.
+    """
 
     operation: Operation
     case: Any
     device: str
     inputs: Inputs
+    pristine: Tensors = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.pristine:
+            self.pristine = {name: tensor.detach().clone() for name, tensor in self._given().items()}
+
+    def _given(self) -> Tensors:
+        cotangents = {f"cotangent of {name}": tensor for name, tensor in self.inputs.cotangents.items()}
+        return {**self.inputs.tensors, **cotangents, **_tensors(self.inputs.extras)}
+
+    def restore(self) -> list[str]:
+        """Names of tensors that no longer hold their first values; they hold them again afterwards."""
+        changed = []
+        for name, tensor in self._given().items():
+            if not same_bits(self.pristine[name], tensor.detach()):
+                changed.append(name)
+                tensor.detach().copy_(self.pristine[name])
+        return changed
 
     @cached_property
     def reference(self) -> Tensors:
@@ -49,7 +70,7 @@ class Truth:
         if "lse" not in self.inputs.cotangents:
             return self
         rest = {name: grad for name, grad in self.inputs.cotangents.items() if name != "lse"}
-        return Truth(self.operation, self.case, self.device, replace(self.inputs, cotangents=rest))
+        return Truth(self.operation, self.case, self.device, replace(self.inputs, cotangents=rest), self.pristine)
 
 
 @dataclass
@@ -139,8 +160,6 @@ def verify(
     failure for a backend that claims to be `deterministic`, otherwise the flag `nondeterministic`.
     """
     operation, inputs = truth.operation, truth.inputs
-    given = {**inputs.tensors, **inputs.cotangents, **_tensors(inputs.extras)}
-    before = {name: tensor.detach().clone() for name, tensor in given.items()}
     with nan_filled(truth.device, workspace):
         got = compute(operation, inputs, prepared)
     verdict = Verdict(judge(truth, got, tolerance))
@@ -160,11 +179,8 @@ def verify(
             verdict.problems.append(f"not bitwise reproducible: {names} differ between equal calls")
         else:
             verdict.flags.append("nondeterministic")
-    changed = [name for name, tensor in given.items() if not same_bits(before[name], tensor.detach())]
-    if changed:
+    if changed := truth.restore():
         verdict.problems.append(f"changed its inputs: {', '.join(changed)}")
-        for name in changed:
-            given[name].detach().copy_(before[name])
     return verdict
 
 
