@@ -14,14 +14,14 @@ from attnbench.scenario.yaml_text import Document, Path, dotted
 
 
 def explain(error: ValidationError, document: Document) -> dict[Path, Problem]:
+    """One problem for each place that pydantic refuses, by its path."""
     found: dict[Path, Problem] = {}
     for item in error.errors(include_url=False, include_context=True):
         path = _in_text(item["loc"], document)
-        message = _message(item, path, document)
+        message = _message(item, path)
         at = path
         if item["type"] == "missing":
-            at = path = path[:-1] if path and path == item["loc"] else path
-            path = (*at, str(item["loc"][-1]))
+            path = (*path, str(item["loc"][-1]))
         found.setdefault(
             path, Problem(*document.place(at, key=item["type"] == "extra_forbidden"), dotted(path), message)
         )
@@ -39,7 +39,7 @@ def _in_text(loc: tuple[Any, ...], document: Document) -> Path:
     return path
 
 
-def _message(item: Any, path: Path, document: Document) -> str:
+def _message(item: Any, path: Path) -> str:
     kind, value, context = item["type"], item["input"], item.get("ctx", {})
     match kind:
         case "extra_forbidden":
@@ -72,10 +72,19 @@ def _message(item: Any, path: Path, document: Document) -> str:
             return f"{quoted(value)} is not a multiple of {step}; wanted {', '.join(_multiples(value, step))}"
         case "too_short":
             return "empty; wanted at least one"
+        case "too_long":
+            return f"{kind_of(value)}; wanted at most {context['max_length']:,}"
+        case "string_too_short":
+            return "empty; wanted some text"
+        case "string_too_long":
+            return f"{len(value):,} characters; wanted at most {context['max_length']:,}"
         case "string_pattern_mismatch" if path == ("name",):
             leaves = any(part in value for part in ("/", "\\", ".."))
             why = "would leave the results folder" if leaves else "is not a name for a folder"
             return f"{quoted(value)} {why}; wanted letters, digits, '_', '-' and '.', starting with a letter or digit"
+        case "string_pattern_mismatch":
+            wanted = "one word without spaces" if "tags" in path else "text of one line"
+            return f"{kind_of(value)}; wanted {wanted}"
     wanted = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return f"{kind_of(value)}; wanted {wanted[0].lower()}{wanted[1:]}"
 
