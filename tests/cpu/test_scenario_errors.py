@@ -281,7 +281,7 @@ entries = st.dictionaries(
 scenarios = st.dictionaries(st.sampled_from(KEYS), values | mapping(st.sampled_from(FIELDS)), max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(scenarios, st.lists(entries, max_size=3))
 def test_random_scenarios_are_planned_or_refused(top, cases):
     lines = [f"{key}: {value}" for key, value in ({"name": "t", "backends": "[eager]"} | top).items() if key != "cases"]
@@ -303,7 +303,7 @@ def attempt(text: str) -> Scenario | ScenarioError:
         return error
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_random_files_are_refused(tmp_path_factory, data):
     file = tmp_path_factory.getbasetemp() / "garbage.yaml"
