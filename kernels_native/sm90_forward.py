@@ -55,7 +55,7 @@ class Config:
         kv = self.stages * (panels + panels_v) * self.block_n * 128
         return 1024 + q + kv + self.q_stages * 48 + self.stages * 32
 
-    def specialisation(self, entry: str = "sm90_forward", threads: int | None = None) -> Specialisation:
+    def specialisation(self) -> Specialisation:
         macros = {
             "HEAD_DIM": self.head_dim,
             "HEAD_DIM_V": self.head_dim_v,
@@ -75,14 +75,23 @@ class Config:
         options = [f"-D{name}={value}" for name, value in macros.items()]
         if self.dtype == "fp16":
             options.append("-DATTN_FP16")
-        main = entry == "sm90_forward"
         return Specialisation(
             source="sm90_forward.cu",
-            entry=entry,
-            threads=128 * (self.warpgroups + 1) if main else 1024,
-            shared_bytes=self.shared_bytes if main else 0,
+            entry="sm90_forward",
+            threads=128 * (self.warpgroups + 1),
+            shared_bytes=self.shared_bytes,
             backend="sm90",
             options=tuple(options),
+        )
+
+    def prepare(self) -> Specialisation:
+        """The kernel that counts the row tiles of packed sequences."""
+        return Specialisation(
+            source="sm90_forward_prepare.cu",
+            entry="sm90_forward_prepare",
+            threads=1024,
+            backend="sm90",
+            options=(f"-DBLOCK_M={self.block_m}",),
         )
 
 
@@ -192,7 +201,7 @@ def forward(
         offsets = torch.empty(batch + 2, dtype=torch.int32, device=q.device)
         offsets_address = offsets.data_ptr()
         cu_q_address, cu_k_address = cu_seqlens_q.data_ptr(), cu_seqlens_k.data_ptr()
-        prepare = kernel(config.specialisation("sm90_forward_prepare"), device)
+        prepare = kernel(config.prepare(), device)
         prepare.launch((1, 1, 1), _PREPARE.pack(cu_q_address, offsets_address, batch, rows), stream)
         most_tiles = (row_tiles + batch + 1) * heads
     else:
