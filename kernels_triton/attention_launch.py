@@ -6,9 +6,9 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels_triton.arguments import AttentionArgs
-from kernels_triton.attention_backward import attention_dkv_kernel, attention_dq_kernel
+from kernels_triton.attention_backward_kernels import attention_dkv_kernel, attention_dq_kernel
 from kernels_triton.attention_config import TileConfig, config_for, config_key, padded
-from kernels_triton.attention_forward import attention_forward_kernel
+from kernels_triton.attention_forward_kernel import attention_forward_kernel
 
 LOG2_E = 1.4426950408889634
 # Keys and values of the heads walked together should stay in half of an H200's 50 MB L2.

@@ -77,11 +77,18 @@ def attention_dq_kernel(
         desc_batch = 0
         row_base = head.to(tl.int64) * tokens_q + q_start
         dlse_base = head.to(tl.int64) * dlse_stride_h + q_start.to(tl.int64) * dlse_stride_s
-        dq_base = dq_ptr + (q_start.to(tl.int64) * heads + head) * HEAD_DIM
+        dq_row = q_start.to(tl.int64) * heads + head
         if b == batch:
             if COMPUTE_DQ:
                 _fill_rows_with_zero(
-                    dq_base, tile * BLOCK_M, q_rows, tiles * BLOCK_M, heads * HEAD_DIM, BLOCK_M, D, HEAD_DIM
+                    dq_ptr + dq_row * HEAD_DIM,
+                    tile * BLOCK_M,
+                    q_rows,
+                    tiles * BLOCK_M,
+                    heads * HEAD_DIM,
+                    BLOCK_M,
+                    D,
+                    HEAD_DIM,
                 )
             return
         k_start, k_len, _ = sequence(cu_k_ptr, b, batch, seqlen_k, 0, VARLEN)
@@ -91,7 +98,7 @@ def attention_dq_kernel(
         k_len = seqlen_k
         row_base = (b.to(tl.int64) * heads + head) * seqlen_q
         dlse_base = b.to(tl.int64) * dlse_stride_b + head.to(tl.int64) * dlse_stride_h
-        dq_base = dq_ptr + (b.to(tl.int64) * seqlen_q * heads + head) * HEAD_DIM
+        dq_row = b.to(tl.int64) * seqlen_q * heads + head
     kv_head = head // GROUP_SIZE
     offset = k_len - q_len
 
@@ -128,7 +135,7 @@ def attention_dq_kernel(
                     scale_log2, BLOCK_N, D, DV, CAUSAL, VARLEN, True, PRECISION,
                 )  # fmt: skip
         d = tl.arange(0, D)
-        ptrs = dq_base + rows.to(tl.int64)[:, None] * (heads * HEAD_DIM) + d[None, :]
+        ptrs = dq_ptr + (dq_row + rows.to(tl.int64) * heads)[:, None] * HEAD_DIM + d[None, :]
         tl.store(ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), (rows < q_len)[:, None] & (d < HEAD_DIM)[None, :])
 
 
