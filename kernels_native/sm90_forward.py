@@ -138,7 +138,7 @@ def _usable(x: torch.Tensor) -> torch.Tensor:
 
 def _map(x: torch.Tensor, dtype: str, box_rows: int) -> bytes:
     """Tensor map with coordinates (column, token, head, batch) over `[batch, tokens, heads, columns]` or packed."""
-    shape, strides = x.shape, x.stride()
+    shape, strides = tuple(x.shape), x.stride()
     if len(shape) == 3:
         shape, strides = (1, *shape), (0, *strides)
     batch, tokens, heads, columns = shape
