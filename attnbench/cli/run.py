@@ -173,3 +173,7 @@ def _show(stored: Run, format: str) -> None:
     print(as_table(records, format))
     if format == "table":
         print("\n" + "\n".join(line for text in sentences(records) for line in wrap(text, terminal_width())))
+        from attnbench.results.plot import plot_run  # matplotlib: half a second, and only needed here
+
+        for path in plot_run(stored):
+            print(f"plot: {path}")

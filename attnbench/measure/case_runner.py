@@ -111,8 +111,6 @@ class CaseRunner:
         if checked:
             self._phase("check", row)
             verdict = self._verify(truth, prepared)
-            if self._rounds_scores(row):
-                verdict.flags += ["lse not judged"] if verdict.tensors.pop("lse", None) else []
             if not verdict.passed:
                 if row.backend == self.job.baseline:
                     self._baseline_usable = False
@@ -132,10 +130,6 @@ class CaseRunner:
                 self._time(row, truth, prepared, record)
             self._emit(record)
         return None
-
-    def _rounds_scores(self, row: Row) -> bool:
-        """Whether the row's lse is that of rounded scores: PyTorch's 16-bit matmul rounds the plain baseline's."""
-        return row.backend in APART and self.job.case.dtype != "fp32" and op_name(self.job.case) == "attention"
 
     def _needs_reference(self) -> bool:
         return self._truth is None or "reference" not in self._truth.__dict__
@@ -201,13 +195,11 @@ class CaseRunner:
         record.baseline = self.job.baseline if baseline is not None else None
         check = self.job.check
         if check.enabled and check.after:
-            self._check_after(row, truth, result, record)
+            self._check_after(truth, result, record)
 
-    def _check_after(self, row: Row, truth: Truth, result: dict[str, torch.Tensor], record: Record) -> None:
+    def _check_after(self, truth: Truth, result: dict[str, torch.Tensor], record: Record) -> None:
         """Judge what the timed calls wrote, and that they left the inputs alone."""
         after = judge(truth, result)
-        if self._rounds_scores(row):
-            after.pop("lse", None)
         bad = {name: check for name, check in after.items() if not check.passed}
         changed = truth.restore()
         if changed:
