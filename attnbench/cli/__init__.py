@@ -206,7 +206,10 @@ def _doctor(format: Annotated[Literal["table", "json"], typer.Option("--format",
 
 @app.command("clean")
 def _clean(
+    triton: Annotated[
+        bool, typer.Option("--triton", help="Triton's own cache too, which other projects share.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would go; delete nothing.")] = False,
 ) -> None:
     """Empty the caches of kernels and tuning; runs stay."""
-    _call("clean", dry_run=dry_run)
+    _call("clean", triton=triton, dry_run=dry_run)

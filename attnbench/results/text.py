@@ -38,6 +38,7 @@ class Column:
     align: str = "<"
     drop: int = 0
     styled: bool = False
+    shrink: bool = False  # loses letters, down to 20, before any column goes; else the first one does so last
 
 
 PASSES = {"forward": "fwd", "backward": "bwd", "forward_backward": "fwd+bwd"}
@@ -84,6 +85,9 @@ def aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, width: 
     wide = [max([text_width(c.title), *(text_width(row[i]) for row in rows)]) for i, c in enumerate(columns)]
     keep = [i for i in keep if any(row[i] for row in rows)] or keep  # a column without a single figure says nothing
     hidden: list[str] = []
+    for i in keep:
+        if width and columns[i].shrink and (over := sum(wide[j] + 2 for j in keep) - 2 - width) > 0:
+            wide[i] = max(min(20, wide[i]), wide[i] - over)
     while width and sum(wide[i] + 2 for i in keep) - 2 > width:
         least = max(keep, key=lambda i: (columns[i].drop, i))
         if columns[least].drop == 0:

@@ -1,0 +1,176 @@
+"""Plots with one row or one group of bars a case: throughput, speed-up, and the residual phases' bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from attnbench.results.plot_data import METHOD, PASSES, by_speed, passes_of, rate_interval, rate_unit
+from attnbench.results.plot_style import GREY, colour, headline, key_row, line_style, new_figure, short_name, tidy
+from attnbench.results.record import Record
+from attnbench.results.runs import Run
+from attnbench.results.table import REFERENCES
+
+RESIDUAL_TITLE = "Attention residuals, TB/s over the least bytes"
+
+
+def reference_of(records: Sequence[Record]) -> str | None:
+    """The scenario's baseline; else eager, else the first backend that another one can be held against."""
+    backends = list(dict.fromkeys(r.backend for r in records))
+    named = [r.baseline for r in records if r.baseline in backends and r.baseline != r.backend]
+    choice = (
+        max(set(named), key=named.count) if named else next((b for b in ("eager", *REFERENCES) if b in backends), None)
+    )
+    return choice if len(backends) > 1 else None
+
+
+def _dots(
+    run: Run, records: Sequence[Record], title: str, label: str, value: Callable[[Record], float | None], *, log: bool
+) -> Figure:
+    """One row a case, one mark a backend, one panel a pass."""
+    passes, backends = passes_of(records), by_speed(records)
+    cases = list(dict.fromkeys((r.op, r.case_id) for r in records))
+    names = {r.case_id: r.label + ("" if r.op == "attention" else f" {r.op.replace('attnres_', '')}") for r in records}
+    height = 0.24 * len(cases)
+    figure = new_figure(3.0 + 3.9 * len(passes), 1.75 + height)
+    top = headline(figure, title, run, more=METHOD)
+    figure.subplots_adjust(
+        left=2.55 / figure.get_figwidth(), right=1 - 0.25 / figure.get_figwidth(),
+        top=top - 0.45 / figure.get_figheight(), bottom=0.5 / figure.get_figheight(), wspace=0.08,
+    )  # fmt: skip
+    panels = figure.subplots(1, len(passes), squeeze=False, sharey=True, sharex=log)[0]
+    rows = {case_id: i for i, (_, case_id) in enumerate(cases)}
+    for axes, which in zip(panels, passes, strict=True):
+        tidy(axes, grid="both")
+        if log:
+            axes.set_xscale("log")
+        for backend in backends:
+            found = [
+                (v, rows[r.case_id], r)
+                for r in records
+                if r.backend == backend and r.pass_ == which and (v := value(r))
+            ]
+            if not found:
+                continue
+            spread = list(zip(*(rate_interval(r, v) for v, _, r in found), strict=True))
+            style = {**line_style(backend, backends), "linestyle": "none"}
+            axes.errorbar([v for v, *_ in found], [y for _, y, _ in found], xerr=spread, elinewidth=0.9, **style)
+        axes.set_title(PASSES[which], fontsize=9.5, loc="left")
+        axes.set_xlabel(label, fontsize=9)
+        if not log:
+            axes.set_xlim(left=0)
+    for axes in panels if log else ():
+        _times_axis(axes)
+    panels[0].set_yticks(range(len(cases)), [names[case_id] for _, case_id in cases])
+    panels[0].set_ylim(len(cases) - 0.4, -0.6)
+    key_row(figure, panels[0], backends, top)
+    return figure
+
+
+def _times_axis(axes: Axes) -> None:
+    """A log axis of factors with the coarsest ticks of which at least four fit, and a line at 1."""
+    low, high = axes.get_xlim()
+    low, high = min(low, 0.9), max(high, 1.1)
+    ticks: list[float] = []
+    for steps in (
+        (1, 2, 5),
+        (1, 1.5, 2, 3, 5, 7),
+        tuple(n / 10 for n in range(10, 100)),
+        tuple(n / 20 for n in range(20, 200)),
+    ):
+        ticks = [t for e in range(-3, 4) for s in steps if low <= (t := round(s * 10.0**e, 6)) <= high]
+        if len(ticks) >= 4:
+            break
+    axes.set_xlim(low, high)
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
+    axes.axvline(1, color="#909090", linewidth=1)
+
+
+def by_case(run: Run, records: Sequence[Record]) -> Figure:
+    unit, scale = rate_unit(records)
+    return _dots(
+        run, records, "Attention throughput by case", unit, lambda r: r.tflops * scale if r.tflops else None, log=False
+    )
+
+
+def speed_up(run: Run, records: Sequence[Record], reference: str) -> Figure:
+    """Times faster than the reference: against its interleaved median where the record has one.
+
+    Eager is left out beside a faster reference: it would squeeze the others into a corner, and has plots of its own.
+    """
+    measured = {(r.case_id, r.pass_): r.median_ms for r in records if r.backend == reference}
+
+    def times(r: Record) -> float | None:
+        if r.backend == "eager":
+            return None
+        other = r.baseline_median_ms if r.baseline == reference else measured.get((r.case_id, r.pass_))
+        return other / r.median_ms if other and r.median_ms and r.backend != reference else None
+
+    shown = [r for r in records if times(r)]
+    return _dots(run, shown, f"Speed-up over {short_name(reference)}", "times faster", times, log=True)
+
+
+def bandwidth(run: Run, records: Sequence[Record]) -> Figure:
+    """TB/s over the least bytes: bars by shape, a row of panels a phase, a column a pass."""
+    passes, backends = passes_of(records), by_speed(records)
+    phases = sorted({r.op for r in records})
+    figure = new_figure(1.0 + 4.6 * len(passes), 1.35 + 2.5 * len(phases))
+    top = headline(figure, RESIDUAL_TITLE, run, more=METHOD)
+    grid = figure.subplots(len(phases), len(passes), squeeze=False, sharey=True)
+    figure.subplots_adjust(
+        left=0.62 / figure.get_figwidth(), right=1 - 0.2 / figure.get_figwidth(),
+        top=top - 0.48 / figure.get_figheight(), bottom=0.35 / figure.get_figheight(), wspace=0.06, hspace=0.42,
+    )  # fmt: skip
+    ceiling = (run.info.get("ceilings") or {}).get("copy")
+    for i, phase in enumerate(phases):
+        for j, which in enumerate(passes):
+            axes = grid[i][j]
+            tidy(axes)
+            _bars(axes, [r for r in records if (r.op, r.pass_) == (phase, which)], backends)
+            axes.set_title(f"phase {phase[-1]}, {PASSES[which]}", fontsize=9.5, loc="left")
+            if ceiling:
+                axes.axhline(ceiling, color=GREY, linewidth=0.9, linestyle=":")
+                axes.annotate(
+                    "copy here", (1, ceiling), xycoords=("axes fraction", "data"), xytext=(0, 2), va="bottom",
+                    ha="right", textcoords="offset points", fontsize=7.5, color=GREY,
+                )  # fmt: skip
+            if j == 0:
+                axes.set_ylabel("TB/s", fontsize=9)
+    key_row(figure, grid[0][0], backends, top, bars=True)
+    return figure
+
+
+def bandwidth_dots(run: Run, records: Sequence[Record]) -> Figure:
+    """The same as one row a shape, for runs with many."""
+    return _dots(run, records, RESIDUAL_TITLE, "TB/s", lambda r: r.tb_s, log=False)
+
+
+def _bars(axes: Axes, records: Sequence[Record], backends: Sequence[str]) -> None:
+    labels = list(dict.fromkeys(r.label for r in records))
+    wide = 0.8 / len(backends)
+    for k, backend in enumerate(backends):
+        mine = [r for r in records if r.backend == backend]
+        x = [labels.index(r.label) + (k - (len(backends) - 1) / 2) * wide for r in mine]
+        y = [r.tb_s or 0.0 for r in mine]
+        if not mine:
+            continue
+        spread = list(zip(*(rate_interval(r, v) for r, v in zip(mine, y, strict=True)), strict=True))
+        axes.bar(
+            x,
+            y,
+            wide * 0.92,
+            yerr=spread,
+            color=colour(backend, backends),
+            error_kw={"elinewidth": 0.8, "ecolor": "#303030"},
+        )
+        for at, value in zip(x, y, strict=True):
+            axes.annotate(
+                f"{value:.2f}", (at, value), xytext=(0, 2), textcoords="offset points", ha="center", va="bottom",
+                fontsize=6.5, color=colour(backend, backends),
+            )  # fmt: skip
+    axes.set_xticks(range(len(labels)), labels)

@@ -1,0 +1,40 @@
+"""What plots take from records: who is shown in which order, in which unit, with which interval."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from attnbench.results.record import Record
+
+PASSES = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
+METHOD = "device time, cold L2, median and 95 % interval"
+
+
+def by_speed(records: Sequence[Record]) -> list[str]:
+    """Backends, the fastest first by their best share of each case; stable for equal ones."""
+    fastest: dict[tuple[str, str], float] = {}
+    for r in records:
+        key = (r.case_id, r.pass_)
+        fastest[key] = min(fastest.get(key, r.median_ms or 0), r.median_ms or 0)
+    shares = defaultdict(list)
+    for r in records:
+        shares[r.backend].append(fastest[r.case_id, r.pass_] / (r.median_ms or 1))
+    return sorted(shares, key=lambda b: -sum(shares[b]) / len(shares[b]))
+
+
+def passes_of(records: Sequence[Record]) -> list[str]:
+    found = {r.pass_ for r in records}
+    return [which for which in PASSES if which in found]
+
+
+def rate_unit(records: Sequence[Record]) -> tuple[str, float]:
+    """TFLOP/s, or GFLOP/s where nothing reaches a tenth of one (a CPU)."""
+    return ("TFLOP/s", 1.0) if max((r.tflops or 0 for r in records), default=0) >= 0.1 else ("GFLOP/s", 1e3)
+
+
+def rate_interval(r: Record, value: float) -> tuple[float, float]:
+    """A rate's distances down and up to the ends of its interval."""
+    if not r.ci_ms or not r.median_ms or min(r.ci_ms) <= 0:
+        return 0.0, 0.0
+    return max(0.0, value - value * r.median_ms / r.ci_ms[1]), max(0.0, value * r.median_ms / r.ci_ms[0] - value)
