@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernels_native.launch import LaunchFailed
+
+if TYPE_CHECKING:
+    import torch
 
 ITEMSIZE = 2
 _MOST = 4096
@@ -77,3 +80,37 @@ def _encode(
             f"most 256, the innermost at most {swizzle or 256} bytes), swizzle {swizzle}"
         )
     return ctypes.string_at(encoded.getPtr(), 128)
+
+
+def tma_ready(x: torch.Tensor) -> torch.Tensor:
+    """`x` where TMA can address it (contiguous innermost dimension, 16-byte address and strides), else a copy."""
+    strides = x.stride()
+    if strides[-1] == 1 and x.data_ptr() % 16 == 0:
+        for size, stride in zip(x.shape[:-1], strides, strict=False):
+            if size > 1 and (stride <= 0 or stride % 8 or stride >= 2**39):
+                break
+        else:
+            return x
+    import torch
+
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def row_map(x: torch.Tensor, dtype: str, box_rows: int) -> bytes:
+    """Map with coordinates (column, row, head, batch) of `[batch, rows, heads, columns]` or packed
+    `[rows, heads, columns]`; boxes are 64 columns of `box_rows` rows of one head. An empty tensor has no map: zeros, for a
+    kernel that will not load from it.
+    """
+    shape, strides = x.shape, x.stride()
+    if len(shape) == 3:
+        shape, strides = (1, *shape), (0, *strides)
+    batch, rows, heads, columns = shape
+    if not batch * rows * heads * columns:
+        return bytes(128)
+    # Nobody follows the stride of a dimension of one, but the driver wants a legal one.
+    steps = (
+        2 * strides[1] if rows > 1 else 16,
+        2 * strides[2] if heads > 1 else 16,
+        2 * strides[0] if batch > 1 else 16,
+    )
+    return tensor_map(dtype, x.data_ptr(), (columns, rows, heads, batch), steps, (64, box_rows, 1, 1))

@@ -1,0 +1,312 @@
+"""Host side of the mma.sync kernels: which specialisation, which tensor maps, which launches. No autograd here."""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kernels_native.jit import Specialisation
+from kernels_native.launch import Kernel, current_stream, kernel
+from kernels_native.tensor_map import row_map, tma_ready
+
+if TYPE_CHECKING:
+    import torch
+
+HEAD_DIMS = (64, 128)
+"""Head dims in shared memory; smaller ones are padded with zeros."""
+LOG2_E = math.log2(math.e)
+L2_BYTES = 32 << 20
+"""What one section of heads reads again and again under causal should stay in the H200's 50 MB L2."""
+BLOCK_M = 64
+"""Query tile of the backward kernels (kBlockM there)."""
+BLOCK_N = 128
+"""Key tile of the backward kernel."""
+_FORWARD = struct.Struct("<384s 4Q 5q 8i f 20x")
+_BACKWARD = struct.Struct("<512s 8Q 7q 9i 2f 28x")
+_ROWS = struct.Struct("<10Q 12q 5i f")
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """Template arguments of the forward kernel beside head dim and mask: see sm90_mma_forward.cu."""
+
+    block_m: int = 128
+    block_n: int = 64
+    warps: int = 4
+    blocks: int = 2
+    q_registers: bool = False
+    lazy: int = 1
+
+
+TILES = {64: ForwardTile(q_registers=True), 128: ForwardTile()}
+"""The measured best tile by padded head dim."""
+
+
+def padded_head_dim(head_dim: int, value_head_dim: int) -> int:
+    """The head dim that a call takes in shared memory; larger than any of HEAD_DIMS where it does not fit."""
+    widest = max(head_dim, value_head_dim)
+    return next((d for d in HEAD_DIMS if d >= widest), widest)
+
+
+def _options(dtype: str) -> tuple[str, ...]:
+    return ("-DATTN_FP16",) if dtype == "fp16" else ()
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def forward_specialisation(dim: int, causal: bool, dtype: str, tile: ForwardTile | None = None) -> Specialisation:
+    """The forward kernel for a padded head dim, `dtype` "bf16" or "fp16"."""
+    t = tile or TILES[dim]
+    return Specialisation(
+        "sm90_mma_forward.cu",
+        "attention_forward",
+        (
+            str(dim),
+            str(t.block_m),
+            str(t.block_n),
+            str(t.warps),
+            str(t.blocks),
+            _flag(causal),
+            _flag(t.q_registers),
+            str(t.lazy),
+        ),
+        threads=32 * t.warps,
+        shared_bytes=2 * dim * (t.block_m + 4 * t.block_n),
+        backend="sm90_mma",
+        options=_options(dtype),
+    )
+
+
+def backward_specialisations(dim: int, causal: bool, deterministic: bool, dtype: str) -> tuple[Specialisation, ...]:
+    """Preprocess, main and postprocess kernels for a padded head dim."""
+    options = _options(dtype)
+    shared_bytes = 2 * (2 * BLOCK_N * dim + 4 * BLOCK_M * dim + 2 * BLOCK_N * BLOCK_M)
+    source, backend = "sm90_mma_backward.cu", "sm90_mma"
+    arguments = (str(dim), str(BLOCK_N), _flag(causal), _flag(deterministic))
+    return (
+        Specialisation(source, "preprocess", (str(dim),), 256, 0, backend, options),
+        Specialisation(source, "attention_backward", arguments, 2 * BLOCK_N, shared_bytes, backend, options),
+        Specialisation(source, "postprocess", (str(dim), str(BLOCK_N)), 2 * BLOCK_N, 0, backend, options),
+    )
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Everything that a call can need, each once."""
+    seen = set()
+    for dtype in ("bf16", "fp16"):
+        for dim in HEAD_DIMS:
+            for causal in (False, True):
+                every = [forward_specialisation(dim, causal, dtype)]
+                for deterministic in (False, True):
+                    every += backward_specialisations(dim, causal, deterministic, dtype)
+                for one in every:
+                    if one not in seen:
+                        seen.add(one)
+                        yield one
+
+
+@functools.cache
+def _forward_kernel(dim: int, causal: bool, dtype: str, device: int, tile: ForwardTile | None) -> Kernel:
+    return kernel(forward_specialisation(dim, causal, dtype, tile), device)
+
+
+@functools.cache
+def _backward_kernels(dim: int, causal: bool, deterministic: bool, dtype: str, device: int) -> tuple[Kernel, ...]:
+    return tuple(kernel(one, device) for one in backward_specialisations(dim, causal, deterministic, dtype))
+
+
+def _dtype(x: torch.Tensor) -> str:
+    import torch
+
+    return "bf16" if x.dtype == torch.bfloat16 else "fp16"
+
+
+def positive_scale(q: torch.Tensor, softmax_scale: float) -> tuple[torch.Tensor, float]:
+    """q and the scale such that the scale is positive and q * scale the same."""
+    # The kernels take the maximum of unscaled scores, so the scale's sign moves into the queries. A scale of 0 would make
+    # NaN of a masked score (-inf * 0).
+    return (q, max(softmax_scale, 1e-30)) if softmax_scale >= 0 else (-q, -softmax_scale)
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """Elements between rows, heads and batches of `[batch, rows, heads, columns]` or packed `[rows, heads, columns]`."""
+    s = x.stride()
+    return (s[1], s[2], s[0]) if len(s) == 4 else (s[0], s[1], 0)
+
+
+def _tiles(rows: int, block: int, sequences: int, varlen: bool) -> int:
+    """Flat tiles of one head (seqlen.cuh); dense: of one sequence."""
+    return rows // block + sequences + 1 if varlen else -(-rows // block)
+
+
+def _section(heads: int, rows: int, bytes_per_row: int) -> int:
+    """How many of `heads` heads L2 holds `rows` rows of."""
+    return max(1, min(heads, L2_BYTES // max(1, rows * bytes_per_row)))
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    causal: bool,
+    softmax_scale: float,
+    tile: ForwardTile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (contiguous) and lse of validated CUDA tensors in bf16 or fp16; shapes as in `kernels_native.attention`."""
+    import torch
+
+    varlen = cu_seqlens_q is not None
+    q_shape, k_shape = q.shape, k.shape
+    head_dim, value_dim = q_shape[-1], v.shape[-1]
+    heads, kv_heads, rows, keys = q_shape[-2], k_shape[-2], q_shape[-3], k_shape[-3]
+    sequences = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q_shape[0]
+    dim = padded_head_dim(head_dim, value_dim)
+    t = tile or TILES[dim]
+    device = q.device.index
+    dtype = _dtype(q)
+    out = torch.empty((*q_shape[:-1], value_dim), dtype=q.dtype, device=q.device)
+    lse_shape = (heads, rows) if varlen else (sequences, heads, rows)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    if not sequences * rows and not varlen:
+        return out, lse
+    q, scale = positive_scale(q, softmax_scale)
+    q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
+    tiles = _tiles(rows, t.block_m, sequences, varlen)
+    group = heads // kv_heads
+    params = _FORWARD.pack(
+        row_map(q, dtype, t.block_m) + row_map(k, dtype, t.block_n) + row_map(v, dtype, t.block_n),
+        out.data_ptr(),
+        lse.data_ptr(),
+        cu_seqlens_q.data_ptr() if cu_seqlens_q is not None else 0,
+        cu_seqlens_k.data_ptr() if cu_seqlens_k is not None else 0,
+        *_strides(out),
+        rows,
+        heads * rows,
+        sequences,
+        rows,
+        keys,
+        heads,
+        group,
+        tiles,
+        _section(kv_heads * (1 if varlen else sequences), keys, 2 * (head_dim + value_dim)) * group,
+        value_dim,
+        scale * LOG2_E,
+    )
+    grid = tiles * heads * (1 if varlen else sequences)
+    _forward_kernel(dim, causal, dtype, device, tile).launch((grid, 1, 1), params, current_stream(device))
+    return out, lse
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    causal: bool,
+    softmax_scale: float,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv (contiguous) from the forward's out and lse; three launches."""
+    import torch
+
+    varlen = cu_seqlens_q is not None
+    head_dim, value_dim = q.shape[-1], v.shape[-1]
+    heads, kv_heads, rows, keys = q.shape[-2], k.shape[-2], q.shape[-3], k.shape[-3]
+    sequences = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0]
+    dim = padded_head_dim(head_dim, value_dim)
+    device, dtype = q.device.index, _dtype(q)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if not sequences and not varlen:
+        return dq, dk, dv
+    q_positive, scale = positive_scale(q, softmax_scale)
+    q, k, v, dout, out = (tma_ready(x) for x in (q_positive, k, v, dout, out))
+    lse = lse.contiguous()
+    dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
+
+    # The row kernels count one head's tiles over all sequences.
+    row_tiles = _tiles(rows, BLOCK_M, sequences, varlen) * (1 if varlen else sequences)
+    padded = row_tiles * BLOCK_M
+    sums = torch.empty(heads * padded * (dim + 2), dtype=torch.float32, device=q.device)
+    lse2 = sums.data_ptr()
+    delta, dq_sum = lse2 + 4 * heads * padded, lse2 + 8 * heads * padded
+    turns = torch.zeros(heads * row_tiles, dtype=torch.int32, device=q.device) if deterministic else None
+    cu_q = cu_seqlens_q.data_ptr() if cu_seqlens_q is not None else 0
+    cu_k = cu_seqlens_k.data_ptr() if cu_seqlens_k is not None else 0
+    preprocess, main, postprocess = _backward_kernels(dim, causal, deterministic, dtype, device)
+    stream = current_stream(device)
+
+    def row_params(columns: int) -> bytes:
+        return _ROWS.pack(
+            out.data_ptr(),
+            dout.data_ptr(),
+            lse.data_ptr(),
+            0 if dlse is None else dlse.data_ptr(),
+            lse2,
+            delta,
+            dq_sum,
+            dq.data_ptr(),
+            cu_q,
+            cu_k,
+            *_strides(out),
+            *_strides(dout),
+            *_strides(dq),
+            rows,
+            heads * rows,
+            padded,
+            sequences,
+            rows,
+            keys,
+            row_tiles,
+            columns,
+            softmax_scale,
+        )
+
+    group = heads // kv_heads
+    key_tiles = _tiles(keys, BLOCK_N, sequences, varlen)
+    params = _BACKWARD.pack(
+        row_map(q, dtype, BLOCK_M)
+        + row_map(k, dtype, BLOCK_N)
+        + row_map(v, dtype, BLOCK_N)
+        + row_map(dout, dtype, BLOCK_M),
+        dk.data_ptr(),
+        dv.data_ptr(),
+        lse2,
+        delta,
+        dq_sum,
+        0 if turns is None else turns.data_ptr(),
+        cu_q,
+        cu_k,
+        *_strides(dk),
+        *_strides(dv),
+        padded,
+        sequences,
+        rows,
+        keys,
+        kv_heads,
+        group,
+        key_tiles,
+        _section(kv_heads * (1 if varlen else sequences), rows * group, 2 * (head_dim + value_dim) + 4 * dim),
+        head_dim,
+        value_dim,
+        abs(softmax_scale),
+        scale * LOG2_E,
+    )
+    key_grid = (key_tiles * kv_heads * (1 if varlen else sequences), 1, 1)
+    row_grid = (row_tiles * heads, 1, 1)
+    preprocess.launch(row_grid, row_params(value_dim), stream)
+    main.launch(key_grid, params, stream)
+    postprocess.launch(row_grid, row_params(head_dim), stream)
+    return dq, dk, dv
