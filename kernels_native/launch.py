@@ -9,8 +9,8 @@ from typing import Any
 from kernels_native.jit import BuildFailed, Built, Specialisation, build
 
 _LIMITS = {
-    "CUDA_ERROR_INVALID_VALUE": "a grid dimension beyond 2^31-1 (x) or 65535 (y, z), or more dynamic shared memory than "
-    "the device allows a block",
+    "CUDA_ERROR_INVALID_VALUE": "a grid dimension beyond 2^31-1 (x) or 65535 (y, z), or more dynamic shared memory "
+    "than the device allows a block",
     "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": "more registers or shared memory than a multiprocessor has",
     "CUDA_ERROR_NO_BINARY_FOR_GPU": "this GPU is not of compute capability 9.0, for which the kernel was built",
 }

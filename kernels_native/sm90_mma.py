@@ -129,13 +129,13 @@ def _dtype(x: torch.Tensor) -> str:
 
 def positive_scale(q: torch.Tensor, softmax_scale: float) -> tuple[torch.Tensor, float]:
     """q and the scale such that the scale is positive and q * scale the same."""
-    # The kernels take the maximum of unscaled scores, so the scale's sign moves into the queries. A scale of 0 would make
-    # NaN of a masked score (-inf * 0).
+    # The kernels take the maximum of unscaled scores, so the scale's sign moves into the queries. A scale of 0 would
+    # make NaN of a masked score (-inf * 0).
     return (q, max(softmax_scale, 1e-30)) if softmax_scale >= 0 else (-q, -softmax_scale)
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Elements between rows, heads and batches of `[batch, rows, heads, columns]` or packed `[rows, heads, columns]`."""
+    """Elements between rows, heads and batches of `[batch, rows, heads, columns]` or `[rows, heads, columns]`."""
     s = x.stride()
     return (s[1], s[2], s[0]) if len(s) == 4 else (s[0], s[1], 0)
 

@@ -13,7 +13,7 @@ constexpr float kLog2e = 1.44269504088896341f;
 constexpr int kBlockM = 64;  // query tile of all four kernels
 
 struct Params {
-  TensorMap q, k, v, dout;  // dimensions: head_dim, head, row, batch
+  TensorMap q, k, v, dout;  // coordinates: column, row, head, batch
   void *dk, *dv;
   const float *lse2, *delta;  // [heads, padded rows]
   float* dq_sum;              // [heads, padded rows, D], each tile in the order of the accumulators
@@ -166,8 +166,8 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
     mbarrier_expect(bar, STAGE_BYTES + 2 * ROW_BYTES);
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel) {
-      tma_load_4d(at + panel * BM * 128, p.q, bar, panel * 64, head, s.q_start + row, s.batch);
-      tma_load_4d(at + Q_BYTES + panel * BM * 128, p.dout, bar, panel * 64, head, s.q_start + row, s.batch);
+      tma_load_4d(at + panel * BM * 128, p.q, bar, panel * 64, s.q_start + row, head, s.batch);
+      tma_load_4d(at + Q_BYTES + panel * BM * 128, p.dout, bar, panel * 64, s.q_start + row, head, s.batch);
     }
     const long long padded = head * p.padded + padded0 + row;
     bulk_load(smem_address(rows[stage][0]), p.lse2 + padded, ROW_BYTES, bar);
@@ -184,8 +184,8 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
       mbarrier_expect(kv_full, 2 * K_BYTES);
 #pragma unroll
       for (int panel = 0; panel < PANELS; ++panel) {
-        tma_load_4d(k_tile + panel * BN * 128, p.k, kv_full, panel * 64, kv_head, s.k_start + key0, s.batch);
-        tma_load_4d(v_tile + panel * BN * 128, p.v, kv_full, panel * 64, kv_head, s.k_start + key0, s.batch);
+        tma_load_4d(k_tile + panel * BN * 128, p.k, kv_full, panel * 64, s.k_start + key0, kv_head, s.batch);
+        tma_load_4d(v_tile + panel * BN * 128, p.v, kv_full, panel * 64, s.k_start + key0, kv_head, s.batch);
       }
       load(0);
     }

@@ -8,7 +8,7 @@
 using namespace attn;
 
 struct Params {
-  TensorMap q, k, v;  // dimensions: head_dim, head, row, batch
+  TensorMap q, k, v;  // coordinates: column, row, head, batch
   void* out;
   float* lse;
   const int* cu_q;  // null: dense
@@ -121,14 +121,14 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
     mbarrier_expect(bar, KV_BYTES);
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel)
-      tma_load_4d(at + panel * BN * 128, map, bar, panel * 64, where.head / p.group,
-                  where.k_start + (blocks - 1 - i) * BN, where.batch);
+      tma_load_4d(at + panel * BN * 128, map, bar, panel * 64, where.k_start + (blocks - 1 - i) * BN,
+                  where.head / p.group, where.batch);
   };
   if (threadIdx.x == 0 && blocks > 0) {
     mbarrier_expect(q_full, Q_BYTES);
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel)
-      tma_load_4d(q_tile + panel * BM * 128, p.q, q_full, panel * 64, head, s.q_start + row0, s.batch);
+      tma_load_4d(q_tile + panel * BM * 128, p.q, q_full, panel * 64, s.q_start + row0, head, s.batch);
     load(p.k, k_tiles, k_full, 0);
     load(p.v, v_tiles, v_full, 0);
     if (blocks > 1) {

@@ -98,10 +98,11 @@ def tma_ready(x: torch.Tensor) -> torch.Tensor:
 
 def row_map(x: torch.Tensor, dtype: str, box_rows: int) -> bytes:
     """Map with coordinates (column, row, head, batch) of `[batch, rows, heads, columns]` or packed
-    `[rows, heads, columns]`; boxes are 64 columns of `box_rows` rows of one head. An empty tensor has no map: zeros, for a
-    kernel that will not load from it.
+    `[rows, heads, columns]`; boxes are 64 columns of `box_rows` rows of one head. An empty tensor has no map: zeros,
+    for a kernel that will not load from it.
     """
-    shape, strides = x.shape, x.stride()
+    shape: tuple[int, ...] = x.shape
+    strides = x.stride()
     if len(shape) == 3:
         shape, strides = (1, *shape), (0, *strides)
     batch, rows, heads, columns = shape

@@ -42,4 +42,12 @@ __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.w
 // Orders this thread's ordinary shared-memory accesses before later accesses by TMA and wgmma.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Copies contiguous bytes (a multiple of 16, both ends 16-byte aligned) into shared memory.
+__device__ __forceinline__ void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   destination),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 }  // namespace attn

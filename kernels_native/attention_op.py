@@ -6,6 +6,7 @@ sequences and rows beyond `cu_seqlens[-1]` are legal. Out and lse are both diffe
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ KERNELS = ("sm90", "sm90_mma")
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
+@functools.cache
 def attention_unsupported(
     kernel: str,
     *,
