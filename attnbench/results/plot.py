@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -74,7 +75,8 @@ def _save(figure: Figure, path: Path) -> Path:
             figure.savefig(temporary, format=kind, metadata=metadata)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise UserError(f"cannot write {path}: {error.strerror}. Choose another folder with --out.") from None
     return path
 

@@ -74,16 +74,11 @@ def _times_axis(axes: Axes) -> None:
     """A log axis of factors with the coarsest ticks of which at least four fit, and a line at 1."""
     low, high = axes.get_xlim()
     low, high = min(low, 0.9), max(high, 1.1)
-    ticks: list[float] = []
-    for steps in (
-        (1, 2, 5),
-        (1, 1.5, 2, 3, 5, 7),
-        tuple(n / 10 for n in range(10, 100)),
-        tuple(n / 20 for n in range(20, 200)),
-    ):
-        ticks = [t for e in range(-3, 4) for s in steps if low <= (t := round(s * 10.0**e, 6)) <= high]
+    ticks = [t for e in range(-3, 4) for s in (1, 2, 5) if low <= (t := s * 10.0**e) <= high]
+    for step in (0.5, 0.2, 0.1, 0.05, 0.02):
         if len(ticks) >= 4:
             break
+        ticks = [n * step for n in range(1, int(high / step) + 1) if n * step >= low]
     axes.set_xlim(low, high)
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -112,7 +107,8 @@ def speed_up(run: Run, records: Sequence[Record], reference: str) -> Figure:
         return other / r.median_ms if other and r.median_ms and r.backend != reference else None
 
     shown = [r for r in records if times(r)]
-    return _dots(run, shown, f"Speed-up over {short_name(reference)}", "times faster", times, log=True)
+    name = short_name(reference)
+    return _dots(run, shown, f"Speed-up over {name}", f"speed, {name} = 1×", times, log=True)
 
 
 def bandwidth(run: Run, records: Sequence[Record]) -> Figure:
