@@ -21,8 +21,8 @@ Namespace = Any
 """The call that a launch sees: its tensors and extras as attributes.
 
 Inputs (`q`, `k`, `v`), extras (`causal`, `softmax_scale`, `cu_seqlens_q` …), outputs (`out`, `lse`, uninitialised
-before the forward), and for the backward the cotangents (`dout`, `dlse`; None where there is none) and the gradients to
-fill (`dq`, `dk`, `dv`).
+before the forward), and for the backward the cotangents (`grad_out`, `grad_lse`; None where there is none) and the
+gradients to fill (`dq`, `dk`, `dv`).
 """
 
 
@@ -142,7 +142,7 @@ def _autograd_function(op: str, inputs: Inputs, forward: Sequence[Run], backward
             saved = ctx.saved_tensors
             given = dict(zip(names, saved[: len(names)], strict=True))
             outputs = dict(zip(output_names, saved[len(names) :], strict=True))
-            upstream = {f"d{name}": grad for name, grad in zip(output_names, cotangents, strict=True)}
+            upstream = {f"grad_{name}": grad for name, grad in zip(output_names, cotangents, strict=True)}
             grads = {
                 grad: torch.empty_like(given[name], memory_format=torch.contiguous_format)
                 for grad, name in grad_names.items()

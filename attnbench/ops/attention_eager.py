@@ -19,8 +19,7 @@ def attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse with the semantics of `attnbench.attention`; products of operands in the
-    inputs' dtype, scores, softmax and lse in fp32.
+    """out and lse as `attnbench.attention`: operands of products in the inputs' dtype, scores, softmax and lse in fp32.
 
     Dense: q `[B, Sq, H, D]` to out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`. Packed: q `[Tq, H, D]` to `[Tq, H, Dv]` and
     `[H, Tq]`, one sequence after the other.

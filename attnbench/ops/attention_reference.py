@@ -33,8 +33,8 @@ def reference(inputs: Inputs) -> Tensors:
 def yardstick(inputs: Inputs) -> Tensors:
     """What eager PyTorch in the inputs' dtype would give: the unit of the error budget.
 
-    The operands of every product (q, k, v, dO, P, dS) are values of that dtype, products accumulate in fp32, scores,
-    softmax and lse are fp32, and results are rounded once to that dtype (lse stays fp32).
+    Operands of products (q, k, v, dO, P, dS) are values of that dtype and products accumulate in fp32. Scores, softmax
+    and lse stay fp32; the other products (out, dO vᵀ, dq, dk, dv) are rounded to that dtype.
     """
     dtype = inputs.tensors["q"].dtype
 
@@ -223,7 +223,7 @@ class _Tile:
             if d_lse is not None:
                 delta -= d_lse
             result["dv"] = p_operand.mT @ d_out
-            ds = (d_out @ v.mT).sub_(delta).mul_(p)
+            ds = self.rounded(d_out @ v.mT).sub_(delta).mul_(p)
         elif d_lse is not None:
             result["dv"] = torch.zeros_like(v)
             ds = p * d_lse
