@@ -19,11 +19,12 @@ _HOME = {
     "attention_forward": "attention_op",
     "attention_unsupported": "attention_op",
     "build": "jit",
-    "build_all": "jit",
     "cached_files": "cache",
     "clear_cache": "cache",
     "current_stream": "launch",
+    "describe_all": "catalogue",
     "kernel": "launch",
+    "specialisations": "catalogue",
     "tensor_map": "tensor_map",
 }
 

@@ -9,10 +9,7 @@ import functools
 import hashlib
 import re
 import time
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +63,9 @@ class Specialisation:
 
     @property
     def name(self) -> str:
-        """For people: `sm90_mma_forward.cu: attention_forward<bf16, 128>`."""
-        return f"{self.path.name}: {self.expression}"
+        """For people: `sm90_mma_forward.cu: attention_forward<128, true> ATTN_FP16`."""
+        macros = "".join(f" {option.removeprefix('-D')}" for option in self.options)
+        return f"{self.path.name}: {self.expression}{macros}"
 
 
 @dataclass(frozen=True)
@@ -156,23 +154,6 @@ def build(specialisation: Specialisation, *, force: bool = False) -> Built:
         # Stored even where it will be judged a failure: the log must be there to be read.
         write_entry(key, cubin, description)
     return _judged(specialisation, key, cubin, description, cached=False)
-
-
-def build_all(specialisations: Iterable[Specialisation], *, jobs: int = 1, force: bool = False) -> list[Built | str]:
-    """Build many, `jobs` processes at a time; a failure's message stands in its place."""
-    todo = list(specialisations)
-    if jobs <= 1 or len(todo) <= 1:
-        return [_attempt(one, force) for one in todo]
-    # NVRTC compiles one program at a time per process; spawn, since a forked child of a process with CUDA is unusable.
-    with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=get_context("spawn")) as pool:
-        return list(pool.map(_attempt, todo, [force] * len(todo)))
-
-
-def _attempt(specialisation: Specialisation, force: bool) -> Built | str:
-    try:
-        return build(specialisation, force=force)
-    except BuildFailed as error:
-        return str(error)
 
 
 def _compile(specialisation: Specialisation) -> tuple[bytes, str, str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kernels_native.jit import Specialisation
-from kernels_native.launch import current_stream, kernel
-from kernels_native.tensor_map import tensor_map
+from kernels_native.launch import Kernel, current_stream, kernel
+from kernels_native.tensor_map import row_map, tma_ready
 
 if TYPE_CHECKING:
     import torch
@@ -124,29 +125,23 @@ def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _usable(x: torch.Tensor) -> torch.Tensor:
-    """x as TMA can address it: itself, or a copy where the head dim is padded to eight, the strides are odd or zero."""
-    import torch
-
-    if x.shape[-1] % 8:
-        x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8))
-    good = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        good = good and (size == 1 or (stride > 0 and stride % 8 == 0))
-    return x if good else x.clone(memory_format=torch.contiguous_format)
+@functools.cache
+def _kernels(config: Config, device: int) -> tuple[Kernel, Kernel]:
+    return kernel(config.specialisation(), device), kernel(config.prepare(), device)
 
 
-def _map(x: torch.Tensor, dtype: str, box_rows: int) -> bytes:
-    """Tensor map with coordinates (column, token, head, batch) over `[batch, tokens, heads, columns]` or packed."""
-    shape, strides = tuple(x.shape), x.stride()
-    if len(shape) == 3:
-        shape, strides = (1, *shape), (0, *strides)
-    batch, tokens, heads, columns = shape
-    # A dimension of one has a stride that nobody reads, but TMA checks it.
-    steps = [16 if shape[i] == 1 else 2 * strides[i] for i in (1, 2, 0)]
-    return tensor_map(
-        dtype, x.data_ptr(), (columns, tokens, heads, batch), (steps[0], steps[1], steps[2]), (64, box_rows, 1, 1)
-    )
+def specialisations() -> Iterator[Specialisation]:
+    """Everything that a call can need, each once."""
+    dims = [(d, d) for d in HEAD_DIMS] + [(192, 128)]
+    configs = [
+        choose(d, dv, causal, varlen, dtype)
+        for dtype in ("bf16", "fp16")
+        for d, dv in dims
+        for causal in (False, True)
+        for varlen in (False, True)
+    ]
+    yield from (config.specialisation() for config in configs)
+    yield from dict.fromkeys(config.prepare() for config in configs)
 
 
 def forward(
@@ -163,6 +158,7 @@ def forward(
     """Attention of validated CUDA tensors in bf16 or fp16; shapes as in `kernels_native.attention`.
 
     Args:
+        q, k, v: head dims are multiples of 8 up to 256.
         softmax_scale: positive.
         config: a specialisation to run instead of `choose`'s (benchmarks, tests).
 
@@ -180,20 +176,16 @@ def forward(
     heads, kv_heads = q.shape[-2], k.shape[-2]
     rows, keys = q.shape[-3], k.shape[-3]
     batch = cu_seqlens_q.numel() - 1 if cu_seqlens_q is not None else q.shape[0]
-    padded_v = head_dim_v + -head_dim_v % 8
-    out = torch.empty((*q.shape[:-1], padded_v), dtype=q.dtype, device=q.device)
+    out = torch.empty((*q.shape[:-1], head_dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, rows) if varlen else (batch, heads, rows), dtype=torch.float32, device=q.device)
     if out.numel() == 0:
-        return out[..., :head_dim_v], lse
-    q, k, v = _usable(q), _usable(k), _usable(v)
-    q_map = _map(q, dtype, config.block_m)
-    empty = k.numel() == 0  # then no key is ever loaded
-    maps = (
-        q_map,
-        q_map if empty else _map(k, dtype, config.block_n),
-        q_map if empty else _map(v, dtype, config.block_n),
-        _map(out, dtype, 64),
-    )
+        return out, lse
+    q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
+    q_map = row_map(q, dtype, config.block_m)
+    # Without keys nothing is loaded through their maps, but the kernel prefetches them.
+    k_map = row_map(k, dtype, config.block_n) if k.numel() else q_map
+    v_map = row_map(v, dtype, config.block_n) if v.numel() else q_map
+    main, prepare = _kernels(config, device)
     stream = current_stream(device)
     row_tiles = -(-rows // config.block_m)
     offsets_address = cu_q_address = cu_k_address = 0
@@ -201,15 +193,14 @@ def forward(
         offsets = torch.empty(batch + 2, dtype=torch.int32, device=q.device)
         offsets_address = offsets.data_ptr()
         cu_q_address, cu_k_address = cu_seqlens_q.data_ptr(), cu_seqlens_k.data_ptr()
-        prepare = kernel(config.prepare(), device)
         prepare.launch((1, 1, 1), _PREPARE.pack(cu_q_address, offsets_address, batch, rows), stream)
         most_tiles = (row_tiles + batch + 1) * heads
     else:
         most_tiles = row_tiles * heads * batch
     group = heads // kv_heads
-    section = max(1, L2_BYTES // max(1, 2 * keys * (head_dim + head_dim_v))) * group
+    section = min(max(1, L2_BYTES // max(1, 2 * keys * (head_dim + head_dim_v))) * group, heads * batch)
     params = _PARAMS.pack(
-        b"".join(maps),
+        q_map + k_map + v_map + row_map(out, dtype, 64),
         out.data_ptr(),
         lse.data_ptr(),
         cu_q_address,
@@ -222,10 +213,10 @@ def forward(
         keys,
         row_tiles,
         section,
-        padded_v,
+        head_dim_v,
         softmax_scale,
         softmax_scale * LOG2_E,
     )
     grid = min(_multiprocessors(device), most_tiles)
-    kernel(config.specialisation(), device).launch((grid, 1, 1), params, stream)
-    return (out if padded_v == head_dim_v else out[..., :head_dim_v].contiguous()), lse
+    main.launch((grid, 1, 1), params, stream)
+    return out, lse
