@@ -72,7 +72,7 @@ def attention(
         max_seqlen_k=max_seqlen_k,
         validate=validate,
     )
-    chosen = _attention_backend(args, backend)
+    chosen = _attention_backend(args, backend, deterministic)
     if chosen == "eager":
         from attnbench.ops.attention_eager import attention as eager
 
@@ -175,19 +175,19 @@ def attnres_phase2(
     return result
 
 
-def _attention_backend(args: AttentionArgs, backend: str) -> str:
+def _attention_backend(args: AttentionArgs, backend: str, deterministic: bool) -> str:
     _known(backend, ATTENTION_BACKENDS)
     if backend == "auto":
         if not args.q.is_cuda:
             return "eager"
-        return "triton" if _unsupported(args, "sm90") else "sm90"
-    reason = _unsupported(args, backend)
+        return "triton" if _unsupported(args, "sm90", deterministic) else "sm90"
+    reason = _unsupported(args, backend, deterministic)
     if reason is not None:
         raise Unsupported(f"backend {backend!r} does not take this call: {reason}")
     return backend
 
 
-def _unsupported(args: AttentionArgs, backend: str) -> str | None:
+def _unsupported(args: AttentionArgs, backend: str, deterministic: bool) -> str | None:
     if backend == "eager":
         return None
     return _reason(
@@ -201,6 +201,8 @@ def _unsupported(args: AttentionArgs, backend: str) -> str | None:
         args.kv_heads,
         args.causal,
         args.varlen,
+        torch.is_grad_enabled() and (args.q.requires_grad or args.k.requires_grad or args.v.requires_grad),
+        deterministic,
     )
 
 
@@ -222,6 +224,8 @@ def _reason_of(
     kv_heads: int,
     causal: bool,
     varlen: bool,
+    requires_grad: bool,
+    deterministic: bool,
 ) -> str | None:
     call = {
         "dtype": dtype,
@@ -245,7 +249,9 @@ def _reason_of(
         return f"the device has compute capability {capability[0]}.{capability[1]}, it wants 9.0 (Hopper)"
     import kernels_native
 
-    reason = kernels_native.attention_unsupported(backend, **call)
+    reason = kernels_native.attention_unsupported(
+        backend, **call, requires_grad=requires_grad, deterministic=deterministic
+    )
     return reason
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
