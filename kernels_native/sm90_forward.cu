@@ -10,6 +10,7 @@
 //   WARPGROUPS            consumer warpgroups, 64 rows each
 //   STAGES, Q_STAGES      buffers of K and of V; of Q (O is staged in the Q buffer it came from)
 //   CAUSAL, VARLEN        0 or 1
+//   DYNAMIC               tiles are handed out in order instead of dealt to and fro
 //   PINGPONG              warpgroups take turns at the tensor cores
 //   RESCALE_EARLY         O is rescaled before P V is issued instead of after it is done
 //   EXP_FIRST             see keep_order
@@ -44,6 +45,7 @@ struct Params {
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;
   const int* tile_offsets;  // packed: row tiles before each sequence, [batch + 2]
+  int* counter;             // tiles handed out, blocks done: 0, 0 between launches
   int batch;
   int heads;
   int group;  // query heads a key head
@@ -153,10 +155,12 @@ __device__ __forceinline__ void load_keys(const Params& p, Control& control, con
 __device__ __forceinline__ void produce(const Params& p, Control& control, u32 q_smem, u32 k_smem, u32 v_smem) {
   const bool leader = (threadIdx.x & 31) == 0;
   int step = 0;
+  int next = blockIdx.x;
   for (int round = 0;; ++round) {
-    const Tile tile = find_tile(p, zigzag(round, blockIdx.x, gridDim.x));
+    const Tile tile = find_tile(p, DYNAMIC ? next : zigzag(round, blockIdx.x, gridDim.x));
     const int qs = round % Q_STAGES;
     if (leader) {
+      if (DYNAMIC && tile.row >= 0) next = gridDim.x + atomicAdd(p.counter, 1);
       mbarrier_wait(smem_address(&control.q_empty[qs]), (round / Q_STAGES & 1) ^ 1);
       control.tiles[qs] = tile;
       const u32 q_full = smem_address(&control.q_full[qs]);
@@ -173,7 +177,13 @@ __device__ __forceinline__ void produce(const Params& p, Control& control, u32 q
     }
     if (tile.row < 0) break;
     step += key_blocks(tile).end;
+    if (DYNAMIC) next = __shfl_sync(0xffffffffu, next, 0);
     __syncwarp();
+  }
+  // The last block to have asked in vain clears the counters for the next launch.
+  if (DYNAMIC && leader && atomicAdd(p.counter + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+    p.counter[0] = 0;
+    p.counter[1] = 0;
   }
 }
 

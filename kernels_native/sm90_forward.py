@@ -20,7 +20,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 LOG2_E = math.log2(math.e)
 L2_BYTES = 32 << 20
 """Keys and values of one section of heads under causal: about what stays in the H200's 50 MB L2 beside the rest."""
-_PARAMS = struct.Struct("512s 5Q 8i 2f 48x")
+_PARAMS = struct.Struct("512s 6Q 8i 2f 40x")
 _PREPARE = struct.Struct("2Q 2i")
 
 
@@ -37,6 +37,7 @@ class Config:
     warpgroups: int = 2
     stages: int = 2
     q_stages: int = 2
+    dynamic: bool = True
     pingpong: bool = True
     rescale_early: bool = False
     exp_first: bool = True
@@ -66,6 +67,7 @@ class Config:
             "Q_STAGES": self.q_stages,
             "CAUSAL": int(self.causal),
             "VARLEN": int(self.varlen),
+            "DYNAMIC": int(self.dynamic),
             "PINGPONG": int(self.pingpong),
             "RESCALE_EARLY": int(self.rescale_early),
             "EXP_FIRST": int(self.exp_first),
@@ -128,6 +130,22 @@ def _multiprocessors(device: int) -> int:
 @functools.cache
 def _kernels(config: Config, device: int) -> tuple[Kernel, Kernel]:
     return kernel(config.specialisation(), device), kernel(config.prepare(), device)
+
+
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def _counter(device: int, stream: int) -> torch.Tensor:
+    """Two zeros that a launch leaves as it found them: launches of one stream share them, since they run in order."""
+    import torch
+
+    if torch.cuda.is_current_stream_capturing():
+        # Graphs captured from one stream may be replayed at the same time: each gets its own.
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    found = _counters.get((device, stream))
+    if found is None:
+        found = _counters[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
+    return found
 
 
 def specialisations() -> Iterator[Specialisation]:
@@ -197,6 +215,7 @@ def forward(
         most_tiles = (row_tiles + batch + 1) * heads
     else:
         most_tiles = row_tiles * heads * batch
+    counter = _counter(device, stream)
     group = heads // kv_heads
     section = min(max(1, L2_BYTES // max(1, 2 * keys * (head_dim + head_dim_v))) * group, heads * batch)
     params = _PARAMS.pack(
@@ -206,6 +225,7 @@ def forward(
         cu_q_address,
         cu_k_address,
         offsets_address,
+        counter.data_ptr(),
         batch,
         heads,
         group,
