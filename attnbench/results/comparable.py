@@ -11,6 +11,9 @@ from attnbench.results.runs import Run
 BOARD_SPREAD = 0.05
 """How far two boards of one model and power cap are taken to lie apart; a run may store a measured `board_spread`."""
 
+CPU_SPREAD = 0.08
+"""How far two runs on one CPU are taken to lie apart: other processes and clock steps move times by that much."""
+
 _POLICY = ("duty",)
 _VERSIONS = ("torch", "triton", "cuda-core")
 
@@ -37,6 +40,9 @@ def footing(base: Run, new: Run) -> Footing:
         found.notes.append(
             f"two boards of one model: the threshold is widened by {found.spread:.0%}; measure both on one to be exact"
         )
+    if new.info.get("device") == "cpu":
+        found.spread = CPU_SPREAD
+        found.notes.append(f"timed on a CPU: the threshold is widened by {CPU_SPREAD:.0%}")
     for name in _VERSIONS:
         one, other = ((run.info.get("packages") or {}).get(name) for run in (base, new))
         if one != other:

@@ -139,7 +139,7 @@ def _settle(key: Key, base: Record | None, new: Record | None, ground: Footing) 
     if worse := _accuracy(base, new):
         return replace(row, verdict="regressed", reason=worse)
     if base.outcome == new.outcome == "checked":
-        return replace(row, verdict="same", reason="right on both sides, not timed")
+        return replace(row, verdict="same")
     if base.outcome != new.outcome:
         return replace(row, verdict="incomparable", reason=f"BASE {base.outcome}, NEW {new.outcome}")
     against = ground.reason or reason_against(base, new)
@@ -236,9 +236,11 @@ def _judge(key: Key, base: Record, new: Record, ratio: Ratio, margin: float) -> 
 
 
 def _remarks(base: Record, new: Record) -> str:
-    parts = [
-        f"{flag} ({side})" for side, r in (("BASE", base), ("NEW", new)) for flag in r.flags if flag != "interpreted"
-    ]
+    parts = []
+    for flag in dict.fromkeys([*base.flags, *new.flags]):
+        if flag not in ("interpreted", "peak unknown"):
+            side = "both" if flag in base.flags and flag in new.flags else "BASE" if flag in base.flags else "NEW"
+            parts.append(f"{flag} ({side})")
     if base.ran_by != new.ran_by:
         parts.append(f"ran by {base.ran_by or base.backend} → {new.ran_by or new.backend}")
     if base.tuned != new.tuned:

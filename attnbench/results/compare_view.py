@@ -37,6 +37,8 @@ def milliseconds(value: float | None) -> str:
 
 def _cells(row: Row) -> list[str]:
     change = interval = ""
+    if row.verdict == "same" and row.ratio is None:
+        change = "not timed"
     if row.ratio is not None:
         change = _percent(row.ratio.value)
         interval = f"{_percent(row.ratio.low)} … {_percent(row.ratio.high)}"

@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from attnbench.errors import UserError
 from attnbench.results.plot_cases import bandwidth, bandwidth_dots, by_case, reference_of, speed_up
-from attnbench.results.plot_data import METHOD, PASSES, by_speed, passes_of, rate_interval, rate_unit
+from attnbench.results.plot_data import PASSES, by_speed, method, passes_of, rate_interval, rate_unit
 from attnbench.results.plot_style import (
     GREY,
     colour,
@@ -103,11 +103,11 @@ def throughput(run: Run, records: Sequence[Record], name: str) -> Figure:
     passes, backends = passes_of(records), by_speed(records)
     masks = sorted({bool(r.case["causal"]) for r in records})
     lengths = sorted({int(r.case["seqlen_q"]) for r in records})
-    unit, scale = rate_unit(records)
+    unit, scale = rate_unit([r.tflops for r in records], "TFLOP/s")
     figure = new_figure(1.2 + 4.6 * len(masks), 1.2 + 2.9 * len(passes))
     tokens = {int(r.case["batch"]) * int(r.case["seqlen_q"]) for r in records}
     fixed = f", {_thousands(tokens.pop())} tokens" if len(tokens) == 1 else ""
-    top = headline(figure, f"Attention {name.replace('-', ' ')}{fixed}", run, more=METHOD)
+    top = headline(figure, f"Attention {name.replace('-', ' ')}{fixed}", run, more=method(records))
     grid = figure.subplots(len(passes), len(masks), squeeze=False, sharex=True)
     figure.subplots_adjust(
         left=0.62 / figure.get_figwidth(), right=1 - 0.95 / figure.get_figwidth(),
@@ -118,7 +118,8 @@ def throughput(run: Run, records: Sequence[Record], name: str) -> Figure:
     ceiling = (run.info.get("ceilings") or {}).get(f"matmul_{dtype}")
     for i, which in enumerate(passes):
         row = [r for r in records if r.pass_ == which]
-        peak = max([(r.tflops or 0) * scale for r in row] + [ceiling * scale if ceiling else 0], default=1)
+        ends = [rate + rate_interval(r, rate)[1] for r in row if (rate := (r.tflops or 0) * scale)]
+        peak = max([*ends, ceiling * scale if ceiling else 0], default=1)
         for j, causal in enumerate(masks):
             axes = grid[i][j]
             _lines(axes, [r for r in row if bool(r.case["causal"]) == causal], backends, lengths, scale, peak)

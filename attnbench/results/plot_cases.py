@@ -8,13 +8,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from attnbench.results.plot_data import METHOD, PASSES, by_speed, passes_of, rate_interval, rate_unit
+from attnbench.results.plot_data import PASSES, by_speed, method, passes_of, rate_interval, rate_unit
 from attnbench.results.plot_style import GREY, colour, headline, key_row, line_style, new_figure, short_name, tidy
 from attnbench.results.record import Record
 from attnbench.results.runs import Run
 from attnbench.results.table import REFERENCES
 
-RESIDUAL_TITLE = "Attention residuals, TB/s over the least bytes"
+RESIDUAL_TITLE = "Attention residuals, bandwidth over the least bytes"
 
 
 def reference_of(records: Sequence[Record]) -> str | None:
@@ -35,10 +35,11 @@ def _dots(
     cases = list(dict.fromkeys((r.op, r.case_id) for r in records))
     names = {r.case_id: r.label + ("" if r.op == "attention" else f" {r.op.replace('attnres_', '')}") for r in records}
     height = 0.24 * len(cases)
-    figure = new_figure(3.0 + 3.9 * len(passes), 1.75 + height)
-    top = headline(figure, title, run, more=METHOD)
+    margin = 0.35 + 0.071 * max(map(len, names.values()))  # inches that the longest name takes
+    figure = new_figure(margin + 0.4 + 3.9 * len(passes), 1.75 + height)
+    top = headline(figure, title, run, more=method(records))
     figure.subplots_adjust(
-        left=2.55 / figure.get_figwidth(), right=1 - 0.25 / figure.get_figwidth(),
+        left=margin / figure.get_figwidth(), right=1 - 0.25 / figure.get_figwidth(),
         top=top - 0.45 / figure.get_figheight(), bottom=0.5 / figure.get_figheight(), wspace=0.08,
     )  # fmt: skip
     panels = figure.subplots(1, len(passes), squeeze=False, sharey=True, sharex=log)[0]
@@ -87,7 +88,7 @@ def _times_axis(axes: Axes) -> None:
 
 
 def by_case(run: Run, records: Sequence[Record]) -> Figure:
-    unit, scale = rate_unit(records)
+    unit, scale = rate_unit([r.tflops for r in records], "TFLOP/s")
     return _dots(
         run, records, "Attention throughput by case", unit, lambda r: r.tflops * scale if r.tflops else None, log=False
     )
@@ -116,18 +117,19 @@ def bandwidth(run: Run, records: Sequence[Record]) -> Figure:
     passes, backends = passes_of(records), by_speed(records)
     phases = sorted({r.op for r in records})
     figure = new_figure(1.0 + 4.6 * len(passes), 1.35 + 2.5 * len(phases))
-    top = headline(figure, RESIDUAL_TITLE, run, more=METHOD)
+    top = headline(figure, RESIDUAL_TITLE, run, more=method(records))
     grid = figure.subplots(len(phases), len(passes), squeeze=False, sharey=True)
     figure.subplots_adjust(
         left=0.62 / figure.get_figwidth(), right=1 - 0.2 / figure.get_figwidth(),
         top=top - 0.48 / figure.get_figheight(), bottom=0.35 / figure.get_figheight(), wspace=0.06, hspace=0.42,
     )  # fmt: skip
     ceiling = (run.info.get("ceilings") or {}).get("copy")
+    unit, scale = rate_unit([r.tb_s for r in records], "TB/s")
     for i, phase in enumerate(phases):
         for j, which in enumerate(passes):
             axes = grid[i][j]
             tidy(axes)
-            _bars(axes, [r for r in records if (r.op, r.pass_) == (phase, which)], backends)
+            _bars(axes, [r for r in records if (r.op, r.pass_) == (phase, which)], backends, scale)
             axes.set_title(f"phase {phase[-1]}, {PASSES[which]}", fontsize=9.5, loc="left")
             if ceiling:
                 axes.axhline(ceiling, color=GREY, linewidth=0.9, linestyle=":")
@@ -136,23 +138,24 @@ def bandwidth(run: Run, records: Sequence[Record]) -> Figure:
                     ha="right", textcoords="offset points", fontsize=7.5, color=GREY,
                 )  # fmt: skip
             if j == 0:
-                axes.set_ylabel("TB/s", fontsize=9)
+                axes.set_ylabel(unit, fontsize=9)
     key_row(figure, grid[0][0], backends, top, bars=True)
     return figure
 
 
 def bandwidth_dots(run: Run, records: Sequence[Record]) -> Figure:
     """The same as one row a shape, for runs with many."""
-    return _dots(run, records, RESIDUAL_TITLE, "TB/s", lambda r: r.tb_s, log=False)
+    unit, scale = rate_unit([r.tb_s for r in records], "TB/s")
+    return _dots(run, records, RESIDUAL_TITLE, unit, lambda r: r.tb_s * scale if r.tb_s else None, log=False)
 
 
-def _bars(axes: Axes, records: Sequence[Record], backends: Sequence[str]) -> None:
+def _bars(axes: Axes, records: Sequence[Record], backends: Sequence[str], scale: float) -> None:
     labels = list(dict.fromkeys(r.label for r in records))
-    wide = 0.8 / len(backends)
+    wide = min(0.8 / len(backends), 0.25)
     for k, backend in enumerate(backends):
         mine = [r for r in records if r.backend == backend]
         x = [labels.index(r.label) + (k - (len(backends) - 1) / 2) * wide for r in mine]
-        y = [r.tb_s or 0.0 for r in mine]
+        y = [(r.tb_s or 0.0) * scale for r in mine]
         if not mine:
             continue
         spread = list(zip(*(rate_interval(r, v) for r, v in zip(mine, y, strict=True)), strict=True))
@@ -170,3 +173,4 @@ def _bars(axes: Axes, records: Sequence[Record], backends: Sequence[str]) -> Non
                 fontsize=6.5, color=colour(backend, backends),
             )  # fmt: skip
     axes.set_xticks(range(len(labels)), labels)
+    axes.set_xlim(-0.5, max(len(labels), 2) - 0.5)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from attnbench.results.record import Record
 
 PASSES = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
-METHOD = "device time, cold L2, median and 95 % interval"
 
 
 def by_speed(records: Sequence[Record]) -> list[str]:
@@ -28,9 +27,16 @@ def passes_of(records: Sequence[Record]) -> list[str]:
     return [which for which in PASSES if which in found]
 
 
-def rate_unit(records: Sequence[Record]) -> tuple[str, float]:
-    """TFLOP/s, or GFLOP/s where nothing reaches a tenth of one (a CPU)."""
-    return ("TFLOP/s", 1.0) if max((r.tflops or 0 for r in records), default=0) >= 0.1 else ("GFLOP/s", 1e3)
+def method(records: Sequence[Record]) -> str:
+    """How the times were taken, in words."""
+    clock = "host time" if all(r.timer == "host" for r in records) else "device time, cold L2"
+    return f"{clock}, median and 95 % interval"
+
+
+def rate_unit(values: Iterable[float | None], unit: str) -> tuple[str, float]:
+    """`unit` (`TFLOP/s`, `TB/s`), or with G for T where nothing reaches a tenth of one (a CPU); and the factor."""
+    largest = max((v for v in values if v), default=0.0)
+    return (unit, 1.0) if largest >= 0.1 or unit[0] != "T" else ("G" + unit[1:], 1e3)
 
 
 def rate_interval(r: Record, value: float) -> tuple[float, float]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from attnbench.results.compare_view import milliseconds
+from attnbench.results.plot_data import rate_unit
 from attnbench.results.record import COULD_NOT_RUN, Record
 from attnbench.results.runs import Run
 from attnbench.results.statistics import RUN_TO_RUN, Ratio, geometric_mean, ratio_of_medians
@@ -33,9 +35,10 @@ _COLUMNS: tuple[tuple[str, Column], ...] = (
     ("power_w", Column("W", ">", drop=10)),
     ("budget", Column("error", ">", drop=5)),
     ("outcome", Column("outcome", styled=True)),
+    ("flags", Column("flags", drop=11)),
 )
 _EXTRA = ("case_id", "op", "ci_low_ms", "ci_high_ms", "samples", "baseline", "timer", "kernel_ms", "call_ms", "warm_ms")
-_EXTRA_END = ("energy_j", "peak_bytes", "flags", "ran_by", "reason")
+_EXTRA_END = ("energy_j", "peak_bytes", "ran_by", "reason")
 
 
 def figures(records: Iterable[Record]) -> list[Figures]:
@@ -90,7 +93,7 @@ def _figures(r: Record, eager_ms: float | None) -> Figures:
     }
 
 
-def _cell(name: str, row: Figures) -> str:
+def _cell(name: str, row: Figures, scales: dict[str, float]) -> str:
     value = row[name]
     if value is None:
         return ""
@@ -99,7 +102,10 @@ def _cell(name: str, row: Figures) -> str:
     if name == "median_ms":
         return milliseconds(value)
     if name == "spread":
-        return f"{100 * value:.1f}%"
+        return f"{100 * value:.1f}%" if value < 1 else ">100%"
+    if name == "flags":
+        return ", ".join(flag for flag in value.split(", ") if flag != "interpreted")  # `checked` says so already
+    value *= scales.get(name, 1.0) if isinstance(value, float) else 1
     if name.endswith("_share"):
         return f"{100 * value:.0f}%"
     if name in ("tflops", "sm_mhz", "power_w"):
@@ -109,9 +115,9 @@ def _cell(name: str, row: Figures) -> str:
     return str(value)
 
 
-def _remark(row: Figures) -> str:
+def _remark(row: Figures, *, flags: bool) -> str:
     ran_by = f"ran by {row['ran_by']}" if row["ran_by"] else ""
-    return ", ".join(part for part in (row["flags"], ran_by, row["reason"]) if part)
+    return ", ".join(part for part in (_cell("flags", row, {}) if flags else "", ran_by, row["reason"]) if part)
 
 
 def as_table(records: Iterable[Record], format: str = "table") -> str:
@@ -119,21 +125,27 @@ def as_table(records: Iterable[Record], format: str = "table") -> str:
     rows = figures(records)
     if format == "json":
         return to_json_text(rows, indent=2)
-    columns = [column for _, column in _COLUMNS]
     if format == "csv":
         names = ["case_id", "op", *(name for name, _ in _COLUMNS), *_EXTRA[2:], *_EXTRA_END]
         return comma_separated(names, [[row[name] for name in names] for row in rows])
-    cells = [[_cell(name, row) for name, _ in _COLUMNS] for row in rows]
+    scales, columns = {}, []
+    for name, column in _COLUMNS:
+        if name in ("tflops", "tb_s"):
+            unit, scales[name] = rate_unit([row[name] for row in rows], column.title)
+            column = replace(column, title=unit)
+        columns.append(column)
+    cells = [[_cell(name, row, scales) for name, _ in _COLUMNS] for row in rows]
     if format == "md":
         used = [i for i in range(len(columns)) if any(row[i] for row in cells)]
-        body = [[*(line[i] for i in used), _remark(row)] for line, row in zip(cells, rows, strict=True)]
+        body = [[*(line[i] for i in used), _remark(row, flags=False)] for line, row in zip(cells, rows, strict=True)]
         return markdown([*(columns[i] for i in used), Column("remark")], body)
     width = terminal_width()
     lines = aligned(columns, cells, width=width).split("\n")
     out = lines[:1]
+    hidden = "flags" not in lines[0]
     for row, line in zip(rows, lines[1:], strict=False):
         out.append(line)
-        if remark := _remark(row):
+        if remark := _remark(row, flags=hidden):
             out += [paint(part, "dim") for part in wrap(f"    {remark}", width, "    ")]
     return "\n".join(out + lines[1 + len(rows) :])
 
@@ -219,11 +231,12 @@ def _against(group: Sequence[Record], subject: str, other: str) -> str:
 
 def _troubles(rows: Sequence[Record]) -> list[str]:
     out = []
-    for outcome in ("check-failed", *sorted(COULD_NOT_RUN), "unsupported"):
+    for outcome in ("checked", "check-failed", *sorted(COULD_NOT_RUN), "unsupported"):
         found = [r for r in rows if r.outcome == outcome]
         if found:
             backends = ", ".join(dict.fromkeys(r.backend for r in found))
-            out.append(f"{len(found)} row{'s' if len(found) > 1 else ''} {outcome} ({backends}).")
+            more = ", not timed" if outcome == "checked" else ""
+            out.append(f"{len(found)} row{'s' if len(found) > 1 else ''} {outcome}{more} ({backends}).")
     flagged = [r for r in rows if "unconverged" in r.flags]
     if flagged:
         rows_did = "row did" if len(flagged) == 1 else "rows did"

@@ -183,6 +183,16 @@ def test_another_board_of_the_model_widens_the_threshold_and_says_so() -> None:
     assert verdicts(compare(run_of(some()), run_of(some(ms=1.15), **other))) == {"regressed"}
 
 
+def test_a_cpu_needs_a_larger_change_and_says_so() -> None:
+    cpu = {"device": "cpu", "gpu": None}
+    noisy = {"timer": "host"}
+    base = run_of(some(**noisy), **cpu)
+    assert verdicts(compare(base, run_of(some(seed=1, **noisy), **cpu))) == {"same"}
+    slower = compare(base, run_of(some(ms=1.3, **noisy), **cpu))
+    assert verdicts(slower) == {"regressed"}
+    assert any("timed on a CPU" in note for note in slower.notes)
+
+
 def check(ratio: float, passed: bool = True) -> dict[str, Any]:
     return {"check": {"out": TensorCheck(1e-3, 1e-3, 0.1, True), "dq": TensorCheck(1e-3, 1e-3, ratio, passed)}}
 

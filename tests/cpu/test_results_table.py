@@ -46,14 +46,19 @@ def test_a_pipe_gets_every_column_in_full() -> None:
         assert title in table.split("\n")[0]
 
 
-def test_what_failed_says_why_below_its_row() -> None:
+@pytest.mark.parametrize("columns", ["", "80"])
+def test_what_failed_says_why_below_its_row(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     records = pair()
     records[0].outcome, records[0].reason, records[0].median_ms = "oom", "tried to allocate 90 GiB", None
-    records[1].flags = ["bimodal", "unconverged"]
+    records[1].flags = ["bimodal", "unconverged", "interpreted"]
     lines = as_table(records).split("\n")
-    assert lines[1].endswith("oom")
+    assert lines[1].split()[-1] == "oom"
     assert lines[2] == "    tried to allocate 90 GiB"
-    assert lines[4] == "    bimodal, unconverged"
+    if columns:  # no room for a column of flags
+        assert lines[4] == "    bimodal, unconverged"
+    else:
+        assert lines[3].endswith("ok       bimodal, unconverged")
     assert sentences(records)[-2:] == [
         "1 row oom (triton).",
         "1 row did not settle within the time cap: raise `max_seconds` in `measure:`.",
@@ -115,6 +120,17 @@ def test_a_table_of_nothing() -> None:
 def test_wide_letters_are_aligned() -> None:
     lines = aligned([Column("name"), Column("n", ">")], [["名前", "1"], ["ab", "22"]]).split("\n")
     assert len({text_width(line) for line in lines}) == 1
+
+
+def test_a_cpu_is_told_in_giga() -> None:
+    records = pair()
+    for r in records:
+        r.tflops, r.tb_s = 0.0123, 0.004
+    title, row = as_table(records).split("\n")[:2]
+    assert "GFLOP/s" in title
+    assert "GB/s" in title
+    assert row.split()[9:11] == ["12.3", "4.00"]
+    assert as_table(records, "csv").split("\n")[0].count("tflops") == 1  # files keep one unit
 
 
 def test_helpers() -> None:
