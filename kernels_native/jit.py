@@ -33,7 +33,7 @@ class Specialisation:
     """One kernel with its template arguments.
 
     Attributes:
-        source: file in `kernels_native`, or an absolute path.
+        source: file in `kernels_native`, or an absolute path. A `.cubin` is taken as it is; `entry` is then the symbol.
         entry: name of the `__global__` function (template) in that file.
         arguments: template arguments, written as in C++ (`"128"`, `"true"`, `"bf16"`).
         threads: threads per block.
@@ -131,6 +131,9 @@ def build(specialisation: Specialisation, *, force: bool = False) -> Built:
         BuildFailed: the compiler refused it, or its log shows a spill or serialised wgmma (also on a cache hit).
     """
     key = cache_key(specialisation)
+    if specialisation.path.suffix == ".cubin":
+        cubin = specialisation.path.read_bytes()
+        return Built(specialisation, key, cubin, specialisation.entry, "", 0, 0, specialisation.shared_bytes, 0.0, True)
     entry = None if force else read_entry(key)
     if entry is not None:
         return _judged(specialisation, key, *entry, cached=True)

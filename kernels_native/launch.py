@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from kernels_native.jit import BuildFailed, Built, Specialisation, build
@@ -66,8 +67,13 @@ class Kernel:
             return
         # The driver copies the parameters before it returns, so buffers of this call are enough (and, unlike shared
         # ones, right when autograd's thread launches too).
-        buffer = ctypes.create_string_buffer(params, len(params))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        self.launch_arguments(grid, (ctypes.create_string_buffer(params, len(params)),), stream)
+
+    def launch_arguments(self, grid: tuple[int, int, int], arguments: Sequence[Any], stream: int) -> None:
+        """The same for a kernel with several parameters, each a ctypes object of the parameter's type."""
+        if 0 in grid:
+            return
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         (error,) = self._launch(
             self.function, *grid, self._block, 1, 1, self._shared, stream, ctypes.addressof(pointers), 0
         )

@@ -1,7 +1,7 @@
-// FlashAttention backward with mma.sync (Dao, "FlashAttention-2", 2023, algorithm 2): one thread block per key tile walks
-// the query tiles. Scores are computed transposed, so that a warp's P and dS are at once, in registers, the left operands
-// of dV = P^T dO and dK = dS^T Q; only dS goes through shared memory, for dQ = dS K. dQ is summed in fp32 in global
-// memory. Before: delta. After: dQ scaled and rounded.
+// FlashAttention backward with mma.sync (Dao, "FlashAttention-2", 2023, algorithm 2): one thread block per key tile
+// walks the query tiles. Scores are computed transposed, so that a warp's P and dS are at once, in registers, the left
+// operands of dV = P^T dO and dK = dS^T Q; only dS goes through shared memory, for dQ = dS K. dQ is summed in fp32 in
+// global memory. Before: delta. After: dQ scaled and rounded.
 #include "mma.cuh"
 #include "seqlen.cuh"
 #include "tma.cuh"
@@ -52,14 +52,13 @@ __device__ __forceinline__ float exp2_mufu(float x) {
 
 __device__ __forceinline__ uint4 load16(u32 address) {
   uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(address));
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address));
   return x;
 }
 
-// Each block: one query tile and head. delta = rowsum(dO * O) - dlse; lse in log2 units, +inf where a row sees no key, so
-// that its probabilities come out 0 there, as they do in the tile's rows beyond the sequence. Clears the tile's dQ sum.
+// Each block: one query tile and head. delta = rowsum(dO * O) - dlse; lse in log2 units, +inf where a row sees no key,
+// so that its probabilities come out 0 there, as they do in the tile's rows beyond the sequence. Clears the tile's dQ
+// sum.
 template <int D>
 __global__ void __launch_bounds__(256) preprocess(const __grid_constant__ RowParams p) {
   constexpr int LANES = D / 8;  // a row's threads, 16 bytes each
@@ -109,8 +108,8 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
   constexpr int PANELS = D / 64;
   constexpr u32 K_BYTES = BN * D * 2, Q_BYTES = BM * D * 2, DS_BYTES = BN * BM * 2, ROW_BYTES = BM * 4;
   constexpr u32 STAGE_BYTES = 2 * Q_BYTES;
-  constexpr int WARPS_D = WARPS / 2;               // dQ: two warps along the queries (32 each), the others along D
-  constexpr int QN = D / WARPS_D / 8;              // 8-column tiles of a warp's dQ
+  constexpr int WARPS_D = WARPS / 2;   // dQ: two warps along the queries (32 each), the others along D
+  constexpr int QN = D / WARPS_D / 8;  // 8-column tiles of a warp's dQ
   static_assert(QN % 2 == 0, "a warp's dQ columns come in pairs of tiles");
   extern __shared__ __align__(1024) unsigned char shared[];
   __shared__ __align__(16) float rows[2][2][BM];  // stage; lse2, delta
@@ -199,7 +198,7 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
   }
 
   // This warp's 16 keys times a query tile: c = (K or V) * (Q or dO)^T.
-  auto product = [&](float(&c)[BM / 8][4], u32 keys, u32 queries) {
+  auto product = [&](float (&c)[BM / 8][4], u32 keys, u32 queries) {
 #pragma unroll
     for (int n = 0; n < BM / 8; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
     const u32 a_at = rows_then_columns(keys + warp * 2048, lane), b_at = columns_then_rows(queries, lane);
@@ -217,7 +216,7 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
     }
   };
   // c += a * (dO or Q), over the query tile.
-  auto accumulate = [&](float(&c)[D / 8][4], const u32(&a)[BM / 16][4], u32 queries) {
+  auto accumulate = [&](float (&c)[D / 8][4], const u32(&a)[BM / 16][4], u32 queries) {
     const u32 b_at = rows_then_columns(queries, lane);
 #pragma unroll
     for (int k = 0; k < BM / 16; ++k)
@@ -352,11 +351,12 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
 
   // Every warp has read K for its last dQ; then each stages its own 16 rows.
   __syncthreads();
-  const u32 dk_at = rows_then_columns(k_tile + warp * 2048, lane), dv_at = rows_then_columns(v_tile + warp * 2048, lane);
+  const u32 dk_at = rows_then_columns(k_tile + warp * 2048, lane),
+            dv_at = rows_then_columns(v_tile + warp * 2048, lane);
 #pragma unroll
   for (int d = 0; d < D / 16; ++d) {
     const u32 offset = (d / 4) * BN * 128, flip = (d % 4) * 32;
-    const float(&a)[4] = dk[2 * d], (&b)[4] = dk[2 * d + 1], (&x)[4] = dv[2 * d], (&y)[4] = dv[2 * d + 1];
+    const float (&a)[4] = dk[2 * d], (&b)[4] = dk[2 * d + 1], (&x)[4] = dv[2 * d], (&y)[4] = dv[2 * d + 1];
     stmatrix((dk_at + offset) ^ flip, pack2(a[0] * p.scale, a[1] * p.scale), pack2(a[2] * p.scale, a[3] * p.scale),
              pack2(b[0] * p.scale, b[1] * p.scale), pack2(b[2] * p.scale, b[3] * p.scale));
     stmatrix((dv_at + offset) ^ flip, pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(y[0], y[1]), pack2(y[2], y[3]));
@@ -390,8 +390,9 @@ __global__ void __launch_bounds__(2 * BN) postprocess(const __grid_constant__ Ro
   const long long first = head * p.padded + padded_row<kBlockM>(batch, s, within);
   const float4* sum = reinterpret_cast<const float4*>(p.dq_sum + first * D) + warp * 2 * QN * 32 + lane;
   const int column = (warp % WARPS_D) * QN * 8;
-  const u32 at = rows_then_columns(
-      smem_address(shared) + (column / 64) * kBlockM * 128 + (warp / WARPS_D) * 32 * 128, lane) ^ ((column % 64) * 2);
+  const u32 at =
+      rows_then_columns(smem_address(shared) + (column / 64) * kBlockM * 128 + (warp / WARPS_D) * 32 * 128, lane) ^
+      ((column % 64) * 2);
 #pragma unroll
   for (int m = 0; m < 2; ++m)
 #pragma unroll

@@ -1,5 +1,5 @@
-// FlashAttention forward with mma.sync (Dao, "FlashAttention-2", 2023): TMA brings tiles, each warp keeps its query rows'
-// output in registers. One thread block per query tile and head, two blocks a multiprocessor, so that one block's
+// FlashAttention forward with mma.sync (Dao, "FlashAttention-2", 2023): TMA brings tiles, each warp keeps its query
+// rows' output in registers. One thread block per query tile and head, two blocks a multiprocessor, so that one block's
 // softmax runs under the other's products.
 #include "mma.cuh"
 #include "seqlen.cuh"
@@ -182,8 +182,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
         const int k = unit / (BN / 16), n = unit % (BN / 16);
         if (!Q_REGISTERS && n == 0) {
 #pragma unroll
-          for (int m = 0; m < MT; ++m)
-            ldmatrix(a[m], (q_at + (k / 4) * BM * 128 + m * 2048) ^ ((k % 4) * 32));
+          for (int m = 0; m < MT; ++m) ldmatrix(a[m], (q_at + (k / 4) * BM * 128 + m * 2048) ^ ((k % 4) * 32));
         }
         ldmatrix(b[unit & 1], (k_at + (k / 4) * BN * 128 + n * 2048) ^ ((k % 4) * 32));
       };

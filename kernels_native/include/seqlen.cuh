@@ -20,8 +20,9 @@ struct Batch {
   int q_total, k_total;  // packed rows; dense: rows per sequence
 };
 
-// Packed tiles: sequence i owns the tiles from cu[i] / TILE + i on, which always leaves it enough (no prefix sums of tile
-// counts are needed); the rows beyond cu[sequences] make one more sequence, without keys or queries of the other side.
+// Packed tiles: sequence i owns the tiles from cu[i] / TILE + i on, which always leaves it enough (no prefix sums of
+// tile counts are needed); the rows beyond cu[sequences] make one more sequence, without keys or queries of the other
+// side.
 template <int TILE>
 __device__ __forceinline__ int first_tile(const int* cu, int i) {
   return cu[i] / TILE + i;
@@ -74,13 +75,13 @@ __device__ __forceinline__ bool locate(const Batch& batch, int tile, Sequence& s
 // multiples of TILE rows.
 template <int TILE>
 __device__ __forceinline__ int padded_row(const Batch& batch, const Sequence& s, int within) {
-  const int first = batch.cu_q == nullptr ? s.index * ((batch.q_total + TILE - 1) / TILE)
-                                          : first_tile<TILE>(batch.cu_q, s.index);
+  const int first =
+      batch.cu_q == nullptr ? s.index * ((batch.q_total + TILE - 1) / TILE) : first_tile<TILE>(batch.cu_q, s.index);
   return (first + within) * TILE;
 }
 
-// Position of a block: heads in sections whose keys and values fit the L2 cache; within a section `outer` runs slowly and
-// the section's heads fast.
+// Position of a block: heads in sections whose keys and values fit the L2 cache; within a section `outer` runs slowly
+// and the section's heads fast.
 __device__ __forceinline__ void sectioned(int block, int tiles, int heads, int section, int& tile, int& head) {
   const int number = block / (section * tiles);
   const int first = number * section;

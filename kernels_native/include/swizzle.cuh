@@ -9,8 +9,8 @@ namespace attn {
 // Byte offset of the 16-byte chunk `chunk` (0..7) of `row` in a panel.
 __device__ __forceinline__ constexpr u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-// Zeroes rows [first, ROWS) of a tile of `PANELS` panels, by `threads` threads. The copies that overwrite the tile later
-// come through the async proxy, hence the fence; a barrier must follow.
+// Zeroes rows [first, ROWS) of a tile of `PANELS` panels, by `threads` threads. The copies that overwrite the tile
+// later come through the async proxy, hence the fence; a barrier must follow.
 template <int ROWS, int PANELS>
 __device__ __forceinline__ void zero_rows(u32 tile, int first, int thread, int threads) {
 #pragma unroll
