@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from attnbench import ops
 from attnbench.backends import ours
@@ -20,7 +19,7 @@ from attnbench.measure.supervisor import Supervisor
 from attnbench.results.record import Record
 from attnbench.results.store import to_json_text
 from attnbench.results.text import comma_separated, paint
-from attnbench.scenario.case import DTYPES, op_name
+from attnbench.scenario.case import DTYPES, AttnresCase, op_name
 from attnbench.scenario.plan import CheckPolicy
 
 HARNESS_NAMES = {"dx": "grad_x", "dq": "grad_q", "dout": "grad_y0", "dlse": "grad_l0"}
@@ -111,8 +110,8 @@ def _corpus_jobs(chosen: Sequence[str], device: str) -> list[CaseJob]:
 
 def lines(job: CaseJob, record: Record) -> list[str]:
     """An entry's verdict and one line a tensor."""
-    if job.check.rtol is not None and record.check:
-        return _harness_lines(job, record)
+    if job.check.rtol is not None and record.check and isinstance(job.case, AttnresCase):
+        return _harness_lines(job.case, record)
     name = f"{job.name}: " if job.name else ""
     layout = f" [{job.layout}]" if job.layout else ""
     style = {"checked": "green", "unsupported": "dim"}.get(record.outcome, "red")
@@ -131,9 +130,8 @@ def lines(job: CaseJob, record: Record) -> list[str]:
     return out
 
 
-def _harness_lines(job: CaseJob, record: Record) -> list[str]:
+def _harness_lines(case: AttnresCase, record: Record) -> list[str]:
     """An entry with fixed tolerances, in the form of the harness that set them."""
-    case: Any = job.case
     out = [
         "",
         f"{record.backend}: rows={case.rows}, D={case.hidden}, dtype={case.dtype}, include_lse_grad={case.lse_grad}",

@@ -1,0 +1,167 @@
+"""`attnbench run` on the CPU: records, exit codes, resuming, interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from attnbench.cli.run import exit_code, run
+from attnbench.errors import UserError
+from attnbench.measure.provenance import provenance
+from attnbench.measure.supervisor import worker_environment
+from attnbench.results.record import Record
+from attnbench.results.runs import read_run
+
+BAD = Path(__file__).parent / "misbehaving_backends.py"
+TEXT = """
+name: tiny
+description: two shapes
+backends: [eager, triton]
+defaults: {{dtype: fp32, heads: 1, head_dim: 8, batch: 1, causal: true}}
+measure: {{samples: 3, min_seconds: 0.0, max_seconds: 0.02, timeout_seconds: 60}}
+cases:
+  - seqlen: 8
+    {extra}
+  - seqlen: 12
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    return write(tmp_path)
+
+
+def write(folder: Path, extra: str = "") -> Path:
+    path = folder / "tiny.yaml"
+    path.write_text(TEXT.format(extra=extra))
+    return path
+
+
+def only_run(results: Path) -> Path:
+    (folder,) = (path for path in results.iterdir() if path.is_dir())
+    return folder
+
+
+def test_run_stores_every_row_and_prints_the_table(
+    scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(scenario=scenario, out=tmp_path / "r", device="cpu") == 0
+    stored = read_run(only_run(tmp_path / "r"))
+    assert len(stored.records) == len(stored.lines) == 8
+    assert stored.finished
+    assert {(r.backend, r.outcome) for r in stored.lines} == {("eager", "ok"), ("triton", "checked")}
+    for r in stored.lines:
+        assert r.check
+        assert all(t.passed for t in r.check.values())
+        assert (r.median_ms is None) == (r.backend == "triton")
+        assert r.finished_at
+    info = stored.info
+    assert info["scenario_text"] == scenario.read_text()
+    assert info["device"] == "cpu"
+    assert info["gpu"] is None
+    assert {"commit", "dirty", "diff_hash", "kernel_hash", "packages", "command", "rows"} <= set(info)
+    shown = capsys.readouterr().out
+    assert "fp32 1x12 h1 d8 causal" in shown
+    assert "checked" in shown
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(
+    scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(scenario=scenario, out=tmp_path / "r", dry_run=True, device="cpu") == 0
+    assert "2 cases, 8 rows" in capsys.readouterr().out
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_crash_is_exit_3_and_resume_runs_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    same = provenance()  # a tree that is edited between the two runs is another run's
+    monkeypatch.setattr("attnbench.cli.run.provenance", lambda own: same)
+    scenario = write(tmp_path, f"backends: ['{BAD}:KILL', eager]")
+    out = tmp_path / "r"
+    assert run(scenario=scenario, out=out, device="cpu") == 3
+    first = read_run(only_run(out))
+    assert len(first.lines) == 8
+    assert {r.outcome for r in first.lines if r.backend.endswith("KILL")} == {"crashed"}
+    assert run(scenario=scenario, out=out, device="cpu", resume=True) == 3
+    again = read_run(only_run(out))
+    assert len(again.lines) == 10  # the two crashed rows once more, nothing else
+    assert len(again.records) == 8
+
+
+def test_a_wrong_kernel_of_the_users_is_exit_1(scenario: Path, tmp_path: Path) -> None:
+    code = run(scenario=scenario, backend=[f"{BAD}:ZEROS"], only=["*1x8 *"], out=tmp_path / "r", device="cpu")
+    assert code == 1
+    stored = read_run(only_run(tmp_path / "r"))
+    assert {r.outcome for r in stored.lines} == {"check-failed"}
+    assert all(r.median_ms is None for r in stored.lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backend": ["tritn"]}, "Did you mean 'triton'"),
+        ({"only": ["nothing"]}, "no case matches"),
+        ({"backend": ["not/there.py:KERNEL"]}, "no file"),
+    ],
+)
+def test_bad_usage_is_a_message_and_writes_nothing(
+    scenario: Path, tmp_path: Path, options: dict[str, list[str]], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        run(scenario=scenario, out=tmp_path / "r", device="cpu", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "r").exists()
+
+
+def test_exit_codes_judge_ours_and_the_users_only() -> None:
+    def row(backend: str, outcome: str) -> Record:
+        return Record("id", "attention", {}, "label", backend, "forward", outcome)
+
+    assert exit_code([row("triton", "ok"), row("sdpa_flash", "unsupported")]) == 0
+    assert exit_code([row("sdpa_flash", "check-failed")]) == 0
+    assert exit_code([row("triton", "check-failed"), row("eager", "oom")]) == 1
+    assert exit_code([row("my.module:K", "check-failed")]) == 1
+    assert exit_code([row("triton", "skipped-memory")]) == 3
+
+
+def test_ctrl_c_keeps_what_is_finished_and_ends_the_worker(tmp_path: Path) -> None:
+    scenario = write(tmp_path, f"backends: [eager, '{BAD}:HANG']")
+    out = tmp_path / "r"
+    command = [sys.executable, "-m", "attnbench", "run", str(scenario), "--out", str(out), "--device", "cpu"]
+    process = subprocess.Popen(command, env=worker_environment("cpu"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        lines = list(out.glob("*/cases.jsonl"))
+        if lines and lines[0].read_text().count("\n") >= 2:
+            break
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr.decode()
+    assert b"--resume" in stderr
+    assert b"eager" in stdout
+    folder = only_run(out)
+    rows = [json.loads(line) for line in (folder / "cases.jsonl").read_text().splitlines()]
+    assert [(r["backend"], r["outcome"]) for r in rows] == [("eager", "ok"), ("eager", "ok")]
+    assert json.loads((folder / "run.json").read_text())["finished_at"] is None
+    assert not children_of(process.pid)
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
+    return found
