@@ -44,9 +44,11 @@ def _backward(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr,
     CHUNK_A: tl.constexpr,
     CHUNK_B: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES_A: tl.constexpr,
+    STAGES_B: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -54,6 +56,8 @@ def _backward(
     n = source % BLOCK_N
     target = tl.arange(0, ROWS * BLOCK_S)
     s = target % BLOCK_S
+    part = tl.arange(0, SPLITS) * CHUNK_A
+    same = source[:, None] == source[None, :]
     own = (target // BLOCK_S)[:, None] == (source // BLOCK_N)[None, :]
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), programs):
         first = tl.cast(tile, tl.int64) * ROWS
@@ -63,13 +67,16 @@ def _backward(
         o_row = first + target // BLOCK_S
         o_ok = (o_row < rows) & (s < queries)
         do_at = do_ptr + s.to(tl.int64) * do_query_stride + o_row * do_row_stride
-        g = tl.zeros([ROWS * BLOCK_S, ROWS * BLOCK_N], tl.float32)
-        for chunk in tl.range(0, hidden, CHUNK_A, num_stages=STAGES):
-            d = chunk + tl.arange(0, CHUNK_A)
+        # Each warp takes its own columns: a tile of 16 by 16 has no other way to share the work.
+        g = tl.zeros([SPLITS, ROWS * BLOCK_S, ROWS * BLOCK_N], tl.float32)
+        for chunk in tl.range(0, hidden, SPLITS * CHUNK_A, num_stages=STAGES_A):
+            d = chunk + part[:, None, None] + tl.arange(0, CHUNK_A)[None, None, :]
             live = d < hidden
-            v = tl.load(v_at[:, None] + d[None, :], mask=v_ok[:, None] & live[None, :], other=0.0)
-            do = tl.load(do_at[:, None] + d[None, :], mask=o_ok[:, None] & live[None, :], other=0.0)
-            g = plain_dot(do, tl.trans(v), g, SPLIT, PRECISION)
+            v = tl.load(v_at[None, :, None] + d, mask=v_ok[None, :, None] & live, other=0.0)
+            e = chunk + part[:, None, None] + tl.arange(0, CHUNK_A)[None, :, None]
+            do = tl.load(do_at[None, None, :] + e, mask=o_ok[None, None, :] & (e < hidden), other=0.0)
+            g = plain_dot(tl.permute(do, (0, 2, 1)), tl.permute(v, (0, 2, 1)), g, SPLIT, PRECISION)
+        g = tl.sum(g, axis=0)
 
         at = (o_row * queries + s)[:, None] * blocks + n[None, :]
         here = own & o_ok[:, None] & v_ok[None, :]
@@ -88,9 +95,11 @@ def _backward(
         norm = tl.sum(ds * logit, axis=0) * rstd * rstd / hidden
         p_t = tl.trans(p)
         coef_t = tl.trans(coef)
+        norm_t = tl.where(same, -norm[None, :], 0.0)
+        last = (tl.cdiv(hidden, CHUNK_B) - 1) * CHUNK_B
         dv_at = dv_ptr + (n.to(tl.int64) * rows + v_row) * hidden
-        for chunk in tl.range(0, hidden, CHUNK_B, num_stages=STAGES):
-            d = chunk + tl.arange(0, CHUNK_B)
+        for back in tl.range(0, hidden, CHUNK_B, num_stages=STAGES_B):  # the latest columns are still in the cache
+            d = last - back + tl.arange(0, CHUNK_B)
             live = d < hidden
             v_mask = v_ok[:, None] & live[None, :]
             v = tl.load(v_at[:, None] + d[None, :], mask=v_mask, other=0.0)
@@ -98,7 +107,7 @@ def _backward(
             w = tl.load(w_ptr + s[:, None] * w_stride + d[None, :], mask=(s < queries)[:, None] & live[None, :], other=0.0)
             dv = split_dot(p_t, do, tl.zeros([ROWS * BLOCK_N, CHUNK_B], tl.float32), SPLIT, PRECISION)
             dv = split_dot(coef_t, w, dv, SPLIT, PRECISION)
-            dv -= v.to(tl.float32) * norm[:, None]
+            dv = split_dot(norm_t, v, dv, SPLIT, PRECISION)
             if ACCUMULATE:
                 dv += tl.load(dv_at[:, None] + d[None, :], mask=v_mask, other=0.0).to(tl.float32)
             tl.store(dv_at[:, None] + d[None, :], rounded(dv, dv_ptr), mask=v_mask)
@@ -150,20 +159,22 @@ class Config:
     """How the launches are cut: rows a tile, chunks, stages, warps, programs a multiprocessor; dW's tile after `q_`."""
 
     rows: int = 1
-    chunk_a: int = 128
-    chunk_b: int = 128
-    stages: int = 3
+    splits: int = 4
+    chunk_a: int = 64
+    chunk_b: int = 256
+    stages_a: int = 3
+    stages_b: int = 3
     warps: int = 4
     waves: int = 2
     q_sources: int = 64
     q_chunk: int = 128
-    q_stages: int = 3
+    q_stages: int = 4
     q_warps: int = 4
 
 
 def default_config(hidden: int, blocks: int, queries: int, bits: int) -> Config:
     if bits > 16:
-        return Config(rows=1, chunk_a=32, chunk_b=32, stages=2, q_sources=32, q_chunk=32, q_stages=2)
+        return Config(chunk_a=32, chunk_b=32, splits=2, stages_a=2, stages_b=2, q_sources=32, q_chunk=32, q_stages=2)
     return Config(rows=2 if blocks <= 8 and queries <= 8 else 1)
 
 
@@ -203,8 +214,8 @@ def backward(
     _backward[(programs,)](
         v, w, do, lse, dl, logits, rstd, dv, coef, v.stride(0), v.stride(1), w.stride(0), do.stride(0), do.stride(1),
         rows, hidden, blocks, queries, programs, HAS_DL=dl is not None, ACCUMULATE=accumulate, ROWS=cfg.rows,
-        BLOCK_N=block_n, BLOCK_S=block_s, CHUNK_A=cfg.chunk_a, CHUNK_B=cfg.chunk_b, STAGES=cfg.stages, SPLIT=split,
-        PRECISION=precision, num_warps=cfg.warps,
+        BLOCK_N=block_n, BLOCK_S=block_s, SPLITS=cfg.splits, CHUNK_A=cfg.chunk_a, CHUNK_B=cfg.chunk_b,
+        STAGES_A=cfg.stages_a, STAGES_B=cfg.stages_b, SPLIT=split, PRECISION=precision, num_warps=cfg.warps,
     )  # fmt: skip
     q_n = triton.next_power_of_2(blocks)
     q_rows = max(1, cfg.q_sources // q_n)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels_triton.attnres_common import INTERPRET, multiprocessors, rounded
+from kernels_triton.attnres_phase1_stream import forward_stream
 
 
 @triton.jit
@@ -166,9 +167,16 @@ def _forward_row(
 
 @dataclass(frozen=True)
 class Config:
-    """How a launch is cut. `row_kernel` keeps one row in registers; else rows a tile, chunks, stages, waves (0: grid)."""
+    """How a launch is cut: rows a tile, chunks, stages, warps, programs a multiprocessor (0: one a tile).
+
+    `stream` chooses the kernel of `attnres_phase1_stream` (chunk_a columns a turn, `elems` a thread).
+    """
 
     row_kernel: bool = False
+    stream: bool = False
+    elems: int = 8
+    group: int = 8
+    maxnreg: int | None = None
     rows: int = 1
     chunk_a: int = 128
     chunk_b: int = 256
@@ -203,8 +211,18 @@ def forward(
         return
     cfg = config or default_config(hidden, blocks, queries, v.element_size() * 8)
     save = logits is not None
-    tiles = rows if cfg.row_kernel else triton.cdiv(rows, cfg.rows)
+    tiles = rows if cfg.row_kernel or cfg.stream else triton.cdiv(rows, cfg.rows)
     programs = min(tiles, multiprocessors(v.device) * cfg.waves) if cfg.waves else tiles
+    if cfg.stream:
+        if logits is None or rstd is None:
+            logits = torch.empty(rows, queries, blocks, dtype=torch.float32, device=v.device)
+            rstd = torch.empty(rows, blocks, dtype=torch.float32, device=v.device)
+        forward_stream[(programs,)](
+            v, w, out, lse, logits, rstd, v.stride(0), v.stride(1), w.stride(0), rows, hidden, eps, programs,
+            BLOCKS=blocks, QUERIES=queries, GROUP=cfg.group, CHUNK=cfg.chunk_a, ELEMS=cfg.elems,
+            STAGES=cfg.stages, num_warps=cfg.warps, **({"maxnreg": cfg.maxnreg} if cfg.maxnreg else {}),
+        )  # fmt: skip
+        return
     if cfg.row_kernel:
         _forward_row[(programs,)](
             v, w, out, lse, logits, rstd, v.stride(0), v.stride(1), w.stride(0), rows, hidden, blocks, eps, programs,
