@@ -142,14 +142,16 @@ class Supervisor:
             try:
                 self.start()
                 self._send(replace(job, rows=tuple(rows)))
-                deadline = time.monotonic() + job.measure.timeout_seconds
+                began = time.monotonic()
+                deadline = began + job.measure.timeout_seconds
                 while True:
                     message = self._next(deadline)
                     if isinstance(message, Phase):
                         if current is None or message.backend != current.backend:
                             self._stderr.clear()
+                            began = time.monotonic()
                         current = message
-                        deadline = time.monotonic() + message.limit_s
+                        deadline = began + message.limit_s
                         yield message
                     elif isinstance(message, Record):
                         left.discard((message.backend, message.pass_))

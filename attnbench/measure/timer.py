@@ -8,6 +8,7 @@ each sample, outside the span). Both are discussed in docs/measuring.md.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -91,18 +92,33 @@ class DeviceClock:
         self.stream.synchronize()
         timed = Timed(launch=call, timer="events", stream=self.stream)
         if graph:
-            timed = self._capture(call) or timed
+            timed = self._capture(call)
         self._estimate(timed)
         return timed
 
-    def _capture(self, call: Call) -> Timed | None:
+    def _capture(self, call: Call) -> Timed:
+        """`call` as a graph; as plain launches, with the reason, where it cannot be captured."""
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+        failure: Exception | None = None
+        result = None
+        torch.cuda.synchronize()
+        # Not torch.cuda.graph(): that empties the allocator's cache, which here costs more than the capture.
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
                 result = call()
-        except Exception as error:
-            torch.cuda.synchronize()  # raises again where the error is sticky
-            return Timed(launch=call, timer="events", stream=self.stream, reason=f"not captured: {_first_line(error)}")
+            except Exception as error:
+                failure = error
+            try:
+                graph.capture_end()
+            except Exception as error:
+                failure = failure or error
+                with contextlib.suppress(Exception):  # what capture_end leaves undone when it fails
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), graph.pool())
+        torch.cuda.synchronize()  # raises where the context is lost
+        if failure is not None:
+            reason = f"not captured: {_first_line(failure)}"
+            return Timed(launch=call, timer="events", stream=self.stream, reason=reason)
         timed = Timed(launch=graph.replay, timer="graph", stream=self.stream, result=result, graph=graph)
         with torch.cuda.stream(self.stream):
             timed.launch()
