@@ -56,6 +56,11 @@ def ours(name: str) -> bool:
     return name in ("triton", "sm90", "sm90_mma")
 
 
+def judged(name: str) -> bool:
+    """Whether this backend's failed check sets an exit code: ours and a user's own do, peers do not."""
+    return ours(name) or is_custom(name)
+
+
 def available() -> list[str]:
     """Names of the built-in backends that can be loaded, in the order of `names.BUILTIN`."""
     return [name for name in BUILTIN if name in _HOME]

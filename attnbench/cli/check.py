@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from attnbench import ops
-from attnbench.backends import ours
+from attnbench.backends import judged, ours
 from attnbench.backends.names import BUILTIN, computes, is_custom
-from attnbench.cli.run import exit_code, judged
+from attnbench.cli.run import exit_code
 from attnbench.errors import UserError, did_you_mean
 from attnbench.measure import sweep
 from attnbench.measure.job import CaseJob, Row

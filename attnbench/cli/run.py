@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attnbench import scenario as scenarios
+from attnbench.backends import judged
 from attnbench.backends.names import custom_file, is_custom
 from attnbench.measure import sweep
 from attnbench.measure.job import CaseJob, Hello
@@ -117,13 +118,6 @@ def run_info(plan: scenarios.Scenario, jobs: Sequence[CaseJob], hello: Hello) ->
         "rows": sum(len(row.passes) for job in jobs for row in job.rows),
         **provenance(own),
     }
-
-
-def judged(name: str) -> bool:
-    """Whether a failed check of this backend sets the exit code: ours and the user's own do, peers do not."""
-    from attnbench.backends import ours
-
-    return ours(name) or is_custom(name)
 
 
 def exit_code(records: Sequence[Record]) -> int:

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from attnbench.backends import judged
 from attnbench.results.comparable import Footing, differing_fields, footing, near_identity, reason_against
 from attnbench.results.record import COULD_NOT_RUN, Record
 from attnbench.results.runs import Key, Run
@@ -41,6 +42,7 @@ class Row:
     views: dict[str, float] = field(default_factory=dict)  # the same ratio in cycles and against the baseline
     failed: bool = False  # NEW failed its check
     could_not_run: bool = False  # NEW died, ran out of memory, did not build …
+    known: bool = False  # a peer that BASE could not use either: shown, but no news and not in the exit code
 
 
 @dataclass
@@ -58,21 +60,23 @@ class Comparison:
         return {verdict: found[verdict] for verdict in VERDICTS}
 
     def mean(self) -> tuple[float, float] | None:
-        """Geometric mean of all time ratios; None where a case has none, since a mean over a part misleads."""
+        """Geometric mean of all time ratios; None where a time has no counterpart: a mean over a part misleads."""
+        if any(row.ratio is None and (row.base_ms or row.new_ms) for row in self.rows):
+            return None
         ratios = [row.ratio for row in self.rows if row.ratio is not None]
-        return geometric_mean(ratios) if ratios and len(ratios) == len(self.rows) else None
+        return geometric_mean(ratios) if ratios else None
 
     def exit_code(self, *, allow_missing: bool = False) -> int:
         """1 before 3 before 4 before 0, as the command line documents."""
-        counts = self.counts
-        if counts["regressed"] or any(row.failed for row in self.rows):
+        news = [row for row in self.rows if not row.known]
+        found = {row.verdict for row in news}
+        if "regressed" in found or any(row.failed for row in news):
             return 1
-        if any(row.could_not_run for row in self.rows):
+        if any(row.could_not_run for row in news):
             return 3
-        judged = sum(counts[verdict] for verdict in ("improved", "same", "ambiguous"))
-        if not judged or counts["incomparable"] or (counts["missing"] and not allow_missing):
+        if not found & {"improved", "same", "ambiguous"} or "incomparable" in found:
             return 4
-        return 0
+        return 4 if "missing" in found and not allow_missing else 0
 
 
 def compare(base: Run, new: Run, *, threshold: float = 0.02) -> Comparison:
@@ -123,6 +127,7 @@ def _settle(key: Key, base: Record | None, new: Record | None, ground: Footing) 
         new_ms=new.median_ms,
         failed=failed,
         could_not_run=could_not_run,
+        known=base is not None and not judged(key[1]) and _broken(base) and _broken(new),
     )
     if base is None:
         return replace(row, reason=f"only in NEW ({words})" if failed or could_not_run else "only in NEW")
@@ -136,7 +141,8 @@ def _settle(key: Key, base: Record | None, new: Record | None, ground: Footing) 
         return replace(row, verdict="improved", reason="passes its check now")
     if base.outcome in COULD_NOT_RUN or base.outcome == "unsupported":
         return replace(row, reason=f"BASE: {base.outcome}")
-    if worse := _accuracy(base, new):
+    # Some peers add up in an order that changes from run to run, and their worst error with it.
+    if judged(key[1]) and (worse := _accuracy(base, new)):
         return replace(row, verdict="regressed", reason=worse)
     if base.outcome == new.outcome == "checked":
         return replace(row, verdict="same")
@@ -144,6 +150,10 @@ def _settle(key: Key, base: Record | None, new: Record | None, ground: Footing) 
         return replace(row, verdict="incomparable", reason=f"BASE {base.outcome}, NEW {new.outcome}")
     against = ground.reason or reason_against(base, new)
     return replace(row, verdict="incomparable", reason=against) if against else None
+
+
+def _broken(record: Record) -> bool:
+    return record.outcome == "check-failed" or record.outcome in COULD_NOT_RUN
 
 
 def _failed_tensors(record: Record) -> str:

@@ -85,17 +85,18 @@ def sentence(comparison: Comparison) -> str:
         assert worst.ratio is not None
         text += f" Worst: {worst.label}, {worst.key[1]} {worst.key[2]}, {worst.ratio.value:.3f} times the time of BASE."
     mean = comparison.mean()
+    timed = sum(row.ratio is not None for row in rows)
     if mean is not None:
         value, half = mean
         faster = value <= 1
         times = 1 / value if faster else value
         spread = max(half / value * times, 0.001)
         text += (
-            f" NEW ran {times:.3f} ± {spread:.3f} times {'faster' if faster else 'slower'} than BASE over {total}"
-            " (geometric mean)."
+            f" NEW ran {times:.3f} ± {spread:.3f} times {'faster' if faster else 'slower'} than BASE"
+            f" over {timed} timed case{'s' if timed != 1 else ''} (geometric mean)."
         )
-    elif any(r.ratio for r in rows):
-        text += " No mean is given, since not every case has a time on both sides."
+    elif timed:
+        text += " No mean is given, since some times have no counterpart."
     if counts["ambiguous"]:
         text += " Ambiguous is neither better nor worse: measure again to tell."
     return text

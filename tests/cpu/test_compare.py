@@ -246,7 +246,31 @@ def test_outcomes_and_exit_codes(base: str | None, new: str | None, verdict: str
     assert comparison.exit_code() == code
     if verdict == "missing" and code == 4:
         assert comparison.exit_code(allow_missing=True) == 0
-    assert (comparison.mean() is None) == (base != "ok" or new != "ok")
+    assert (comparison.mean() is None) == (base != "ok" or new != "ok")  # every record here has a time
+
+
+@pytest.mark.parametrize("outcome", ["check-failed", "oom"])
+def test_a_peer_that_base_could_not_use_either_is_shown_but_sets_no_code(outcome: str) -> None:
+    def side(backend: str) -> Run:
+        records = some(2)
+        records[0].backend, records[0].outcome, records[0].median_ms = backend, outcome, None
+        return run_of(records)
+
+    peer = compare(side("sdpa_cudnn"), side("sdpa_cudnn"))
+    assert peer.exit_code() == 0
+    assert peer.rows[0].verdict in ("incomparable", "missing")
+    assert peer.mean() is not None  # the rest has times on both sides
+    for judged in ("triton", "my_kernel.py:MINE"):
+        assert compare(side(judged), side(judged)).exit_code() == (1 if outcome == "check-failed" else 3)
+
+
+def test_the_accuracy_of_a_peer_is_not_judged() -> None:
+    def side(ratio: float) -> Run:
+        (record,) = some(1, **check(ratio))
+        record.backend = "sdpa_flash"
+        return run_of([record])
+
+    assert verdicts(compare(side(0.3), side(0.9))) == {"same"}
 
 
 def test_unsupported_as_planned_is_no_row() -> None:
@@ -364,7 +388,7 @@ def test_markdown_and_json_hold_every_row() -> None:
 def test_the_sentence_gives_a_geometric_mean_when_all_cases_have_times() -> None:
     text = sentence(compare(run_of(some()), run_of(some(seed=1, ms=0.5))))
     assert "8 improved" in text
-    assert "times faster than BASE over 8 cases (geometric mean)" in text
+    assert "times faster than BASE over 8 timed cases (geometric mean)" in text
 
 
 @pytest.mark.parametrize(("text", "value"), [("2%", 0.02), ("0.5 %", 0.005), ("0.02", 0.02), ("0", 0), ("10%", 0.1)])
