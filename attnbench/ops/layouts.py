@@ -85,7 +85,7 @@ def _odd_stride(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _expanded(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[..., :1, :, :].contiguous().expand(tensor.shape)
+    return tensor[..., :1, :, :].clone().expand(tensor.shape)
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -120,11 +120,24 @@ def _threes(tensors: dict[str, torch.Tensor]) -> None:
         tensor.fill_(3.0)
 
 
+def _zero_rows(tensors: dict[str, torch.Tensor]) -> None:
+    """Every other position of attention residuals holds zeros: its mean square is 0, only eps keeps rsqrt finite."""
+    for name in ("values", "partial_sum"):
+        if name in tensors:
+            tensors[name][..., ::2, :] = 0.0
+
+
+def _nothing_attended(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["inter_lse"].fill_(-torch.inf)
+
+
 VALUES: dict[str, Callable[[dict[str, torch.Tensor]], None]] = {
     "x10": _times_ten,
     "equal_keys": _equal_keys,
     "hidden_key": _hidden_key,
     "threes": _threes,
+    "zero_rows": _zero_rows,
+    "nothing_attended": _nothing_attended,
 }
 
 
