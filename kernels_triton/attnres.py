@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from kernels_triton import attnres_phase1_backward as phase1_backward
-from kernels_triton import attnres_phase1_forward as phase1_forward
-from kernels_triton import attnres_phase2 as phase2
+from kernels_triton import attnres_attend_backward as attend_backward
+from kernels_triton import attnres_attend_forward as attend_forward
+from kernels_triton import attnres_merge as merge
 from kernels_triton.attnres_arguments import check_buffer, check_eps, check_gradient, check_phase1, check_phase2
 from kernels_triton.attnres_common import blocks_of, rows_of
 
@@ -40,7 +40,7 @@ def _launch_phase1(
     logits = values.new_empty((rows, w.shape[0], blocks) if save else (0,), dtype=torch.float32)
     rstd = values.new_empty((rows, blocks) if save else (0,), dtype=torch.float32)
     with _on(values):
-        phase1_forward.forward(v, w, out, lse, logits if save else None, rstd if save else None, eps)
+        attend_forward.forward(v, w, out, lse, logits if save else None, rstd if save else None, eps)
     return out, lse, logits, rstd
 
 
@@ -61,7 +61,7 @@ def _launch_phase1_backward(
         dout = values.new_zeros(v.shape[-1]).expand(w.shape[0], *values.shape[1:])
     do = blocks_of(dout) if w.shape[0] else dout.reshape(0, v.shape[1], v.shape[2])
     with _on(values):
-        phase1_backward.backward(
+        attend_backward.backward(
             v, w, do, lse, None if dlse is None else dlse.contiguous(), logits, rstd, dvalues, dqueries, accumulate
         )
 
@@ -215,7 +215,7 @@ def _launch_phase2(
     out = partial_sum.new_empty(partial_sum.shape)
     lse = partial_sum.new_empty(partial_sum.shape[:-1], dtype=torch.float32)
     with _on(partial_sum):
-        phase2.forward(
+        merge.forward(
             rows_of(partial_sum), _dense(query), rows_of(inter_out), inter_lse.contiguous(), out, lse, eps
         )
     return out, lse
@@ -235,7 +235,7 @@ def _launch_phase2_backward(
     if dout is None:
         dout = partial_sum.new_zeros(partial_sum.shape[-1]).expand(partial_sum.shape)
     with _on(partial_sum):
-        phase2.backward(
+        merge.backward(
             rows_of(partial_sum),
             _dense(query),
             rows_of(inter_out),

@@ -67,13 +67,31 @@ def _residual(case: Case, inputs: Inputs) -> Prepared:
     import kernels_triton
 
     function = getattr(kernels_triton, op_name(case))
+    kernel_forward = getattr(kernels_triton, f"{op_name(case)}_forward")
+    kernel_backward = getattr(kernels_triton, f"{op_name(case)}_backward")
     detached = {name: tensor.detach() for name, tensor in inputs.tensors.items()}
+    d_out, d_lse = inputs.cotangents.get("out"), inputs.cotangents.get("lse")
 
     def forward() -> dict[str, torch.Tensor]:
         out, lse = function(**inputs.tensors, **inputs.extras)
         return {"out": out, "lse": lse}
 
-    return Prepared(forward=forward, kernel_forward=lambda: function(**detached, **inputs.extras), deterministic=True)
+    @cache
+    def saved() -> Any:
+        """lse, logits and rstd of phase 1; phase 2 saves nothing but its inputs."""
+        return kernel_forward(**detached, **inputs.extras)[1:]
+
+    def backward() -> Any:
+        if op_name(case) == "attnres_phase1":
+            return kernel_backward(d_out, d_lse, *detached.values(), *saved())
+        return kernel_backward(d_out, d_lse, **detached, **inputs.extras)
+
+    return Prepared(
+        forward=forward,
+        kernel_forward=lambda: kernel_forward(**detached, **inputs.extras),
+        kernel_backward=None if d_out is None else backward,
+        deterministic=True,
+    )
 
 
 TRITON = Triton()

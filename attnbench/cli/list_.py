@@ -48,7 +48,7 @@ OPERATIONS = {
     "attnres_phase2": (
         "partial_sum, query, inter_out, inter_lse",
         "out, lse",
-        "dpartial_sum, dquery, dinter_out, dinter_lse",
+        "dx, dq, dout, dlse",
     ),
 }
 

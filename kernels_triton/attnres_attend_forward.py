@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels_triton.attnres_common import INTERPRET, multiprocessors, rounded
-from kernels_triton.attnres_phase1_stream import forward_stream
+from kernels_triton.attnres_attend_stream import forward_stream
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def _forward_row(
 class Config:
     """How a launch is cut: rows a tile, chunks, stages, warps, programs a multiprocessor (0: one a tile).
 
-    `stream` chooses the kernel of `attnres_phase1_stream` (chunk_a columns a turn, `elems` a thread).
+    `stream` chooses the kernel of `attnres_attend_stream` (chunk_a columns a turn, `elems` a thread).
     """
 
     row_kernel: bool = False

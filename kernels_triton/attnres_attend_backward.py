@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels_triton.attnres_common import INTERPRET, column_sum, multiprocessors, rounded
-from kernels_triton.attnres_phase1_forward import plain_dot, split_dot
+from kernels_triton.attnres_attend_forward import plain_dot, split_dot
 
 
 @triton.jit
