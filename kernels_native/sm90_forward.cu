@@ -12,6 +12,7 @@
 //   CAUSAL, VARLEN        0 or 1
 //   DYNAMIC               tiles are handed out in order instead of dealt to and fro
 //   PINGPONG              warpgroups take turns at the tensor cores
+//   Q_REGISTERS           Q is held in registers instead of being read from shared memory again and again
 //   RESCALE_EARLY         O is rescaled before P V is issued instead of after it is done
 //   EXP_FIRST             see keep_order
 //   THRESHOLD, POLY, EVERY  see softmax_step
@@ -187,13 +188,39 @@ __device__ __forceinline__ void produce(const Params& p, Control& control, u32 q
   }
 }
 
+// Q of one warpgroup, as the products take it: a descriptor, or this thread's fragments.
+struct Queries {
+  u64 descriptor;
+  u32 fragments[Q_REGISTERS ? HEAD_DIM / 16 : 1][4];
+
+  __device__ __forceinline__ void load(u32 q_tile, int warp, int lane) {
+    descriptor = wgmma_k_major(q_tile);
+#if Q_REGISTERS
+    const int r = warp * 16 + (lane & 15);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+      const int chunk = 2 * (i % 4) + lane / 16;
+      const u32 address = q_tile + i / 4 * kQPanel + r * 128 + ((chunk ^ (r & 7)) << 4);
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(fragments[i][0]), "=r"(fragments[i][1]), "=r"(fragments[i][2]), "=r"(fragments[i][3])
+                   : "r"(address)
+                   : "memory");
+    }
+#endif
+  }
+};
+
 // S = Q K^T of one warpgroup
-__device__ __forceinline__ void issue_scores(float (&s)[BLOCK_N / 2], u64 q, u64 k) {
+__device__ __forceinline__ void issue_scores(float (&s)[BLOCK_N / 2], const Queries& q, u64 k) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 16; ++i) {
     const u32 q_step = (i / 4) * kQPanel + (i % 4) * 32;
     const u32 k_step = (i / 4) * kKPanel + (i % 4) * 32;
-    Wgmma<BLOCK_N>::ss<0>(s, q + (q_step >> 4), k + (k_step >> 4), i > 0);
+#if Q_REGISTERS
+    Wgmma<BLOCK_N>::rs<0, 0>(s, q.fragments[i], k + (k_step >> 4), i > 0);
+#else
+    Wgmma<BLOCK_N>::ss<0>(s, q.descriptor + (q_step >> 4), k + (k_step >> 4), i > 0);
+#endif
   }
 }
 
@@ -202,9 +229,9 @@ __device__ __forceinline__ void issue_output(float (&o)[HEAD_DIM_V / 2], const u
   constexpr int kWhole = HEAD_DIM_V / 64 * 64;
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 16; ++i) {
-    Wgmma<kWhole>::rs<0>(o, weights[i], v + (i * 2048 >> 4), 1);
+    Wgmma<kWhole>::rs<0, 1>(o, weights[i], v + (i * 2048 >> 4), 1);
 #if HEAD_DIM_V % 64
-    Wgmma<HEAD_DIM_V - kWhole>::rs<kWhole / 2>(o, weights[i], v + ((kWhole / 64 * kKPanel + i * 2048) >> 4), 1);
+    Wgmma<HEAD_DIM_V - kWhole>::rs<kWhole / 2, 1>(o, weights[i], v + ((kWhole / 64 * kKPanel + i * 2048) >> 4), 1);
 #endif
   }
 }
@@ -299,7 +326,8 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, u32 q
     };
 
     if (blocks.end > 0) {
-      const u64 q = wgmma_k_major(q_tile);
+      Queries q;
+      q.load(q_tile, warp, lane);
       wait_k(step);
       wgmma_fence();
       issue_scores(s, q, wgmma_k_major(k_smem + k_stage(step) * kKBytes));

@@ -39,6 +39,7 @@ class Config:
     q_stages: int = 2
     dynamic: bool = True
     pingpong: bool = True
+    q_registers: bool = False
     rescale_early: bool = False
     exp_first: bool = True
     threshold: int = 8
@@ -69,6 +70,7 @@ class Config:
             "VARLEN": int(self.varlen),
             "DYNAMIC": int(self.dynamic),
             "PINGPONG": int(self.pingpong),
+            "Q_REGISTERS": int(self.q_registers),
             "RESCALE_EARLY": int(self.rescale_early),
             "EXP_FIRST": int(self.exp_first),
             "THRESHOLD": self.threshold,

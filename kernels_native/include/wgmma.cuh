@@ -97,7 +97,7 @@ __device__ __forceinline__ void registers_shrink() {
 template <int N>
 struct Wgmma;
 
-#define ATTN_WGMMA(N, R, I0, I1, I2, I3, I4, I5)                                                                      \
+#define ATTN_WGMMA(N, R, I0, I1, I2, I3, I4, I5, I6)                                                                  \
   template <>                                                                                                         \
   struct Wgmma<N> {                                                                                                   \
     /* d[O..O+N/2) (+)= A B, both in shared memory, K-major. */                                                       \
@@ -109,32 +109,32 @@ struct Wgmma;
                    : ATTN_ACC_##R                                                                                     \
                    : "l"(a), "l"(b), "r"(accumulate));                                                                \
     }                                                                                                                 \
-    /* d[O..O+N/2) (+)= A B, A in registers, B in shared memory, MN-major. */                                         \
-    template <int O, int TOTAL>                                                                                       \
+    /* d[O..O+N/2) (+)= A B, A in registers, B in shared memory, MN-major (TRANSPOSED 1) or K-major (0). */           \
+    template <int O, int TRANSPOSED, int TOTAL>                                                                       \
     static __device__ __forceinline__ void rs(float (&d)[TOTAL], const u32 (&a)[4], u64 b, int accumulate) {          \
       asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N                  \
                    "k16.f32." ATTN_WGMMA_TYPE "." ATTN_WGMMA_TYPE " {" ATTN_REGS_##R "}, {%" #I0 ", %" #I1            \
-                   ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1, 1;}"                                                    \
+                   ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1, %" #I6 ";}"                                             \
                    : ATTN_ACC_##R                                                                                     \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                            \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANSPOSED));           \
     }                                                                                                                 \
   };
-ATTN_WGMMA(16, 8, 8, 9, 10, 11, 12, 13)
-ATTN_WGMMA(32, 16, 16, 17, 18, 19, 20, 21)
-ATTN_WGMMA(48, 24, 24, 25, 26, 27, 28, 29)
-ATTN_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
-ATTN_WGMMA(80, 40, 40, 41, 42, 43, 44, 45)
-ATTN_WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
-ATTN_WGMMA(112, 56, 56, 57, 58, 59, 60, 61)
-ATTN_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
-ATTN_WGMMA(144, 72, 72, 73, 74, 75, 76, 77)
-ATTN_WGMMA(160, 80, 80, 81, 82, 83, 84, 85)
-ATTN_WGMMA(176, 88, 88, 89, 90, 91, 92, 93)
-ATTN_WGMMA(192, 96, 96, 97, 98, 99, 100, 101)
-ATTN_WGMMA(208, 104, 104, 105, 106, 107, 108, 109)
-ATTN_WGMMA(224, 112, 112, 113, 114, 115, 116, 117)
-ATTN_WGMMA(240, 120, 120, 121, 122, 123, 124, 125)
-ATTN_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
+ATTN_WGMMA(16, 8, 8, 9, 10, 11, 12, 13, 14)
+ATTN_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
+ATTN_WGMMA(48, 24, 24, 25, 26, 27, 28, 29, 30)
+ATTN_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
+ATTN_WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)
+ATTN_WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
+ATTN_WGMMA(112, 56, 56, 57, 58, 59, 60, 61, 62)
+ATTN_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
+ATTN_WGMMA(144, 72, 72, 73, 74, 75, 76, 77, 78)
+ATTN_WGMMA(160, 80, 80, 81, 82, 83, 84, 85, 86)
+ATTN_WGMMA(176, 88, 88, 89, 90, 91, 92, 93, 94)
+ATTN_WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
+ATTN_WGMMA(208, 104, 104, 105, 106, 107, 108, 109, 110)
+ATTN_WGMMA(224, 112, 112, 113, 114, 115, 116, 117, 118)
+ATTN_WGMMA(240, 120, 120, 121, 122, 123, 124, 125, 126)
+ATTN_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef ATTN_WGMMA
 
 }  // namespace attn

@@ -185,7 +185,7 @@ def test_schedule_visits_every_tile_once(tmp_path: Path) -> None:
         [binary], input="\n".join(" ".join(map(str, s)) for s in shapes), capture_output=True, text=True, check=True
     ).stdout
     for shape, part in zip(shapes, output.split("end\n"), strict=False):
-        blocks, row_tiles, heads, batch, _ = shape
+        _, row_tiles, heads, batch, _ = shape
         rows = np.array([[int(x) for x in line.split()] for line in part.splitlines()])
         total = row_tiles * heads * batch
         assert sorted(rows[:, 1]) == list(range(total))
