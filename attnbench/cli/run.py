@@ -81,7 +81,10 @@ def _sweep(
         if jobs:
             jobs, found = sweep.with_ceilings(supervisor, jobs)
             if found:
-                writer.update(ceilings=found)
+                trust = supervisor.crosscheck()
+                writer.update(ceilings=found, crosscheck=trust)
+                if trust:
+                    print(sweep.machine_words(trust), file=sys.stderr)
         sweep.execute(supervisor, jobs, writer.append)
     except KeyboardInterrupt:
         writer.close(finished=False)

@@ -51,6 +51,11 @@ class CeilingsJob:
 
 
 @dataclass(frozen=True)
+class CrosscheckJob:
+    """Compare the machine's clocks and measure its noise floor; see `crosscheck`."""
+
+
+@dataclass(frozen=True)
 class LoadJob:
     """Load these backends; `Done.payload` holds what went wrong, by name."""
 
@@ -88,7 +93,7 @@ class Done:
 
 
 Message = Hello | Phase | Record | Done
-Job = CaseJob | CeilingsJob | LoadJob
+Job = CaseJob | CeilingsJob | CrosscheckJob | LoadJob
 
 
 def blank_record(job: CaseJob, backend: str, pass_: str, outcome: str, reason: str | None = None) -> Record:

@@ -19,6 +19,7 @@ from attnbench.errors import UserError
 from attnbench.measure.job import (
     CaseJob,
     CeilingsJob,
+    CrosscheckJob,
     Done,
     Hello,
     Inbox,
@@ -108,6 +109,13 @@ class Supervisor:
         """The board's matmul and copy ceilings; empty where measuring them failed."""
         try:
             return self._ask(CeilingsJob(dtypes, seconds))
+        except WorkerEnded:
+            return {}
+
+    def crosscheck(self) -> dict[str, Any]:
+        """How far the machine's clocks agree, and its noise floor; empty where that failed."""
+        try:
+            return self._ask(CrosscheckJob())
         except WorkerEnded:
             return {}
 

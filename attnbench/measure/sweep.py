@@ -86,6 +86,15 @@ def describe_gpu(hello: Hello) -> dict[str, Any] | None:
     return {**gpu, "sms": hello.sms, "memory_bytes": hello.memory_bytes, "peak": asdict(peak) if peak else None}
 
 
+def machine_words(found: dict[str, Any]) -> str:
+    """What a cross-check says, in one line."""
+    gap, noise = found["timer_gap_percent"], found["noise_floor_percent"]
+    words = f"differences under {noise:.2f} % are invisible on this machine; its clocks agree within {gap:.2f} %"
+    if gap > 2:
+        words += " (more than 2 %: close other work on this machine, and see `attnbench doctor`)"
+    return words
+
+
 def with_ceilings(supervisor: Supervisor, jobs: Sequence[CaseJob]) -> tuple[list[CaseJob], dict[str, float]]:
     """Measure the board's ceilings for the jobs' dtypes and tell every job; nothing on the CPU."""
     if supervisor.device != "cuda":

@@ -14,7 +14,7 @@ import signal
 import sys
 from typing import Any
 
-from attnbench.measure.job import CeilingsJob, Done, Hello, Inbox, Job, LoadJob, Phase, send
+from attnbench.measure.job import CeilingsJob, CrosscheckJob, Done, Hello, Inbox, Job, LoadJob, Phase, send
 
 
 def main(arguments: list[str]) -> int:
@@ -35,6 +35,11 @@ def _serve(session: Any, job: Job, records: int) -> None:
 
     if isinstance(job, LoadJob):
         send(records, Done(payload={name: why for name in job.backends if (why := _load_error(name))}))
+        return
+    if isinstance(job, CrosscheckJob):
+        from attnbench.measure.crosscheck import crosscheck
+
+        send(records, Done(payload=crosscheck(session.clock)))
         return
     if isinstance(job, CeilingsJob):
         from attnbench.measure.ceilings import measure_ceilings

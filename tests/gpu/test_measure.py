@@ -152,3 +152,10 @@ def test_a_row_has_all_its_figures(supervisor: Supervisor) -> None:
         assert r.telemetry["sm_mhz"] > 100
         assert r.energy_j
     assert found["triton", "forward"].median_ms < found["triton", "forward_backward"].median_ms  # type: ignore[operator]
+
+
+def test_clocks_agree_and_a_equals_a(supervisor: Supervisor) -> None:
+    found = supervisor.crosscheck()
+    assert found["timer_gap_percent"] < 5
+    assert found["noise_floor_percent"] < 2
+    assert set(found["timers"]["matmul 4096"]) == {"graph", "events", "wall"}
