@@ -157,7 +157,7 @@ class CaseRunner:
         prepared = backend.prepare(self.job.case, shared.inputs)
         fields: dict[str, Any] = {"ran_by": prepared.ran_by}
         tuned_s = 0.0
-        if prepared.tune is not None and warm:
+        if prepared.tune is not None and warm and self.job.timed:
             self._phase("tune", row)
             start = time.perf_counter()
             fields["tuned"] = prepared.tune()
