@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from attnbench.scenario.case import Case
@@ -41,8 +40,9 @@ def corpus(device: str) -> list[CorpusEntry]:
 
 def _entries(size: str) -> Iterator[CorpusEntry]:
     for part in _PARTS:
-        if find_spec(part) is not None:
-            yield from import_module(part).entries(size)
+        for entry in import_module(part).entries(size):
+            if size == "gpu" or not entry.gpu_only:
+                yield entry
 
 
 def apply_layout(inputs: Inputs, layout: str) -> Inputs:

@@ -194,7 +194,7 @@ def test_a_wrong_function_fails() -> None:
     assert not judged(from_function(top_left), DENSE).passed
 
 
-@pytest.mark.parametrize("name", ["my_function.py", "my_triton.py"])
+@pytest.mark.parametrize("name", ["python_function.py", "triton_kernel.py"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -207,7 +207,7 @@ def test_a_wrong_function_fails() -> None:
     ids=lambda c: c.label,
 )
 def test_examples_are_right_or_say_why_not(name: str, case: AttentionCase) -> None:
-    subject = backend(f"{EXAMPLES / name}:BACKEND")
+    subject = backend(f"{EXAMPLES / name}:backend")
     reason = subject.supports(case, "cpu")
     if reason is not None:
         assert case is PACKED or "sees no key" in reason

@@ -224,4 +224,4 @@ def unsupported(case: Case, device: str) -> str | None:
     return None
 
 
-BACKEND = from_triton(FORWARD, [DQ, DKV], name="short_flash", supports=unsupported, deterministic=True)
+backend = from_triton(FORWARD, [DQ, DKV], name="short_flash", supports=unsupported, deterministic=True)

@@ -36,4 +36,4 @@ def unsupported(case: Case, device: str) -> str | None:
     return None
 
 
-BACKEND = from_function(masked_sdpa, name="masked_sdpa", supports=unsupported, lse_grad=False)
+backend = from_function(masked_sdpa, name="masked_sdpa", supports=unsupported, lse_grad=False)
