@@ -15,12 +15,17 @@ PASSES = ("forward", "dq", "dkv")
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How one kernel is cut: query rows and key rows a tile, warps, and stages of its load pipeline."""
+    """How one kernel is cut: query rows and key rows a tile, warps, and stages of its load pipeline.
+
+    `gluon` picks the warp-specialised Hopper kernels. They own 128 rows of what they write (queries in `forward` and
+    `dq`, keys in `dkv`) and take `num_warps` 4, a warpgroup's.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    gluon: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
+from typing import Any
+
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -26,15 +30,24 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+def _descriptor(tensor: torch.Tensor, rows: int, config: TileConfig) -> Any:
     """`[batch or 1, heads, rows, head_dim]` view of a natural-layout tensor, read in blocks of `rows` whole rows."""
     if tensor.dim() == 3:
         tensor = tensor.unsqueeze(0)
     shape = [tensor.shape[0], tensor.shape[2], tensor.shape[1], tensor.shape[3]]
-    strides = [tensor.stride(0), tensor.stride(2), tensor.stride(1), 1]
+    strides = [tensor.stride(0), tensor.stride(2), tensor.stride(1)]
     # The stride of a dimension of one means nothing, yet must be legal.
-    strides = [tensor.shape[3] if n == 1 else s for s, n in zip(strides[:3], shape[:3], strict=True)] + [1]
-    return TensorDescriptor(tensor, shape, strides, [1, 1, rows, padded(shape[3])])
+    strides = [tensor.shape[3] if n == 1 else s for s, n in zip(strides, shape[:3], strict=True)] + [1]
+    block = [1, 1, rows, padded(shape[3])]
+    if config.gluon:
+        return gluon_kernels().descriptor(tensor, shape, strides, block)
+    return TensorDescriptor(tensor, shape, strides, block)
+
+
+@cache
+def gluon_kernels() -> Any:
+    """The Gluon kernels, imported on first use: the interpreter knows no Gluon."""
+    return import_module("kernels_triton.attention_hopper")
 
 
 def _tiles(args: AttentionArgs, block: int, *, keys: bool) -> int:
@@ -48,10 +61,11 @@ def _pairs(args: AttentionArgs, heads: int) -> int:
     return (args.batch + 1 if args.varlen else args.batch) * heads
 
 
-def _group(args: AttentionArgs, heads_per_kv: int, *, keys: bool) -> int:
+def _group(args: AttentionArgs, *, keys: bool) -> int:
     """How many (sequence, head) pairs run side by side: as many as L2 holds the streamed operands of."""
     if not args.causal:
         return 1
+    heads_per_kv = args.heads // args.kv_heads
     rows = (args.max_seqlen_q if keys else args.max_seqlen_k) or 1
     bytes_per_pair = rows * (args.head_dim + args.value_head_dim) * args.q.element_size()
     if keys:
@@ -78,44 +92,37 @@ def forward(args: AttentionArgs, config: TileConfig | None = None) -> tuple[torc
     config = config or config_for(config_key("forward", args))
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     tiles = _tiles(args, config.block_m, keys=False)
-    pairs = _pairs(args, args.heads)
+    seqlen_q, seqlen_k, tokens_q, _ = _lengths(args)
+    rows = 64 if config.gluon else config.block_m
+    constants = {
+        **_constants(args, config, tile="BLOCK_N"),
+        "NEGATIVE_SCALE": args.softmax_scale < 0,
+        "ALL_LIVE": _all_live(args, config),
+        "HEAD_DIM_V": args.value_head_dim,
+    }
+    if not config.gluon:
+        constants |= {"BLOCK_M": config.block_m, "PRECISION": _precision(args)}
+    kernel = gluon_kernels().forward if config.gluon else attention_forward_kernel
     with torch.cuda.device_of(q):
-        attention_forward_kernel[(tiles * pairs,)](
-            _descriptor(q, config.block_m),
-            _descriptor(k, config.block_n),
-            _descriptor(v, config.block_n),
+        kernel[(tiles * _pairs(args, args.heads),)](
+            _descriptor(q, rows, config),
+            _descriptor(k, config.block_n, config),
+            _descriptor(v, config.block_n, config),
             out,
             lse,
             args.cu_seqlens_q,
             args.cu_seqlens_k,
             args.batch,
             args.heads,
-            0 if args.varlen else q.shape[1],
-            0 if args.varlen else k.shape[1],
-            q.shape[0] if args.varlen else 0,
+            seqlen_q,
+            seqlen_k,
+            tokens_q,
             tiles,
-            _group(args, args.heads // args.kv_heads, keys=False),
+            _group(args, keys=False),
             args.softmax_scale * LOG2_E,
-            GROUP_SIZE=args.heads // args.kv_heads,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            D=padded(args.head_dim),
-            DV=padded(args.value_head_dim),
-            HEAD_DIM_V=args.value_head_dim,
-            CAUSAL=args.causal,
-            VARLEN=args.varlen,
-            NEGATIVE_SCALE=args.softmax_scale < 0,
-            ALL_LIVE=_all_live(args, config),
-            PRECISION=_precision(args),
-            STAGES=config.num_stages,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **constants,
         )
     return out, lse
-
-
-def _all_live(args: AttentionArgs, config: TileConfig) -> bool:
-    return not args.varlen and not args.causal and args.k.shape[1] % config.block_n == 0
 
 
 def backward(
@@ -143,101 +150,146 @@ def backward(
             if gradient is not None:
                 gradient.zero_()
         return gradients
-    if dout is None:
-        dout = torch.zeros_like(out)
-    q, k, v, out, dout = _aligned(q), _aligned(k), _aligned(v), _aligned(out), _aligned(dout.to(out.dtype))
+    dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
+    aligned = AttentionArgs(
+        _aligned(q), _aligned(k), _aligned(v), args.causal, args.softmax_scale, args.cu_seqlens_q, args.cu_seqlens_k,
+        args.max_seqlen_q, args.max_seqlen_k,
+    )  # fmt: skip
     lse = lse.contiguous()
-    dlse_strides = (0, 0, 0)
-    if dlse is not None:
-        dlse = dlse.to(torch.float32)
-        dlse_strides = (0, *dlse.stride()) if args.varlen else dlse.stride()  # type: ignore[assignment]
-    shift = torch.empty_like(lse)
-    delta = torch.empty_like(lse)
-    group_size = args.heads // args.kv_heads
-    seqlen_q, seqlen_k = (0, 0) if args.varlen else (q.shape[1], k.shape[1])
-    tokens_q, tokens_k = (q.shape[0], k.shape[0]) if args.varlen else (0, 0)
-
+    dlse = None if dlse is None else dlse.to(torch.float32)
+    shift, delta = torch.empty_like(lse), torch.empty_like(lse)
+    dout = _aligned(dout)
+    configs = configs or {}
     with torch.cuda.device_of(q):
-        config = (configs or {}).get("dq") or config_for(config_key("dq", args))
-        tiles = _tiles(args, config.block_m, keys=False)
-        attention_dq_kernel[(tiles * _pairs(args, args.heads),)](
-            _descriptor(q, config.block_m),
-            _descriptor(k, config.block_n),
-            _descriptor(v, config.block_n),
-            _descriptor(dout, config.block_m),
-            _descriptor(out, config.block_m),
-            lse,
-            dlse,
-            shift,
-            delta,
-            dq,
-            args.cu_seqlens_q,
-            args.cu_seqlens_k,
-            args.batch,
-            args.heads,
-            seqlen_q,
-            seqlen_k,
-            tokens_q,
-            tiles,
-            _group(args, group_size, keys=False),
-            args.softmax_scale * LOG2_E,
-            args.softmax_scale,
-            *dlse_strides,
-            GROUP_SIZE=group_size,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            D=padded(args.head_dim),
-            DV=padded(args.value_head_dim),
-            HEAD_DIM=args.head_dim,
-            CAUSAL=args.causal,
-            VARLEN=args.varlen,
-            ALL_LIVE=_all_live(args, config),
-            HAS_DLSE=dlse is not None,
-            COMPUTE_DQ=needs_dq,
-            PRECISION=_precision(args),
-            STAGES=config.num_stages,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-        if needs_dkv:
-            config = (configs or {}).get("dkv") or config_for(config_key("dkv", args))
-            tiles = _tiles(args, config.block_n, keys=True)
-            attention_dkv_kernel[(tiles * _pairs(args, args.kv_heads),)](
-                _descriptor(q, config.block_m),
-                _descriptor(k, config.block_n),
-                _descriptor(v, config.block_n),
-                _descriptor(dout, config.block_m),
-                shift,
-                delta,
-                dk,
-                dv,
-                args.cu_seqlens_q,
-                args.cu_seqlens_k,
-                args.batch,
-                args.kv_heads,
-                seqlen_q,
-                seqlen_k,
-                tokens_q,
-                tokens_k,
-                tiles,
-                _group(args, group_size, keys=True),
-                args.softmax_scale * LOG2_E,
-                args.softmax_scale,
-                GROUP_SIZE=group_size,
-                BLOCK_M=config.block_m,
-                BLOCK_N=config.block_n,
-                D=padded(args.head_dim),
-                DV=padded(args.value_head_dim),
-                HEAD_DIM=args.head_dim,
-                HEAD_DIM_V=args.value_head_dim,
-                CAUSAL=args.causal,
-                VARLEN=args.varlen,
-                PRECISION=_precision(args),
-                STAGES=config.num_stages,
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
-            )
+        config = configs.get("dq") or config_for(config_key("dq", args))
+        _launch_dq(aligned, config, dout, out.contiguous(), lse, dlse, shift, delta, dq)
+        if dk is not None and dv is not None:
+            config = configs.get("dkv") or config_for(config_key("dkv", args))
+            _launch_dkv(aligned, config, dout, shift, delta, dk, dv)
     return gradients
+
+
+def _launch_dq(
+    args: AttentionArgs,
+    config: TileConfig,
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    shift: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor | None,
+) -> None:
+    """Fills shift and delta, and dq where it is wanted."""
+    tiles = _tiles(args, config.block_m, keys=False)
+    seqlen_q, seqlen_k, tokens_q, _ = _lengths(args)
+    dlse_strides: tuple[int, ...] = (0, 0, 0)
+    if dlse is not None:
+        dlse_strides = (0, *dlse.stride()) if args.varlen else dlse.stride()
+    rows = 64 if config.gluon else config.block_m
+    constants = {
+        **_constants(args, config, tile="BLOCK_N"),
+        "HEAD_DIM": args.head_dim,
+        "ALL_LIVE": _all_live(args, config),
+        "HAS_DLSE": dlse is not None,
+        "COMPUTE_DQ": dq is not None,
+    }
+    if config.gluon:
+        constants |= {"HEAD_DIM_V": args.value_head_dim}
+    else:
+        constants |= {"BLOCK_M": config.block_m, "PRECISION": _precision(args)}
+    kernel = gluon_kernels().dq if config.gluon else attention_dq_kernel
+    kernel[(tiles * _pairs(args, args.heads),)](
+        _descriptor(args.q, rows, config),
+        _descriptor(args.k, config.block_n, config),
+        _descriptor(args.v, config.block_n, config),
+        _descriptor(dout, rows, config),
+        out if config.gluon else _descriptor(out, rows, config),
+        lse,
+        dlse,
+        shift,
+        delta,
+        dq,
+        args.cu_seqlens_q,
+        args.cu_seqlens_k,
+        args.batch,
+        args.heads,
+        seqlen_q,
+        seqlen_k,
+        tokens_q,
+        tiles,
+        _group(args, keys=False),
+        args.softmax_scale * LOG2_E,
+        args.softmax_scale,
+        *dlse_strides,
+        **constants,
+    )
+
+
+def _launch_dkv(
+    args: AttentionArgs,
+    config: TileConfig,
+    dout: torch.Tensor,
+    shift: torch.Tensor,
+    delta: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> None:
+    tiles = _tiles(args, config.block_n, keys=True)
+    rows = 64 if config.gluon else config.block_n
+    constants = {
+        **_constants(args, config, tile="BLOCK_M"),
+        "HEAD_DIM": args.head_dim,
+        "HEAD_DIM_V": args.value_head_dim,
+    }
+    if not config.gluon:
+        constants |= {"BLOCK_N": config.block_n, "PRECISION": _precision(args)}
+    kernel = gluon_kernels().dkv if config.gluon else attention_dkv_kernel
+    kernel[(tiles * _pairs(args, args.kv_heads),)](
+        _descriptor(args.q, config.block_m, config),
+        _descriptor(args.k, rows, config),
+        _descriptor(args.v, rows, config),
+        _descriptor(dout, config.block_m, config),
+        shift,
+        delta,
+        dk,
+        dv,
+        args.cu_seqlens_q,
+        args.cu_seqlens_k,
+        args.batch,
+        args.kv_heads,
+        *_lengths(args),
+        tiles,
+        _group(args, keys=True),
+        args.softmax_scale * LOG2_E,
+        args.softmax_scale,
+        **constants,
+    )
+
+
+def _lengths(args: AttentionArgs) -> tuple[int, int, int, int]:
+    """(seqlen_q, seqlen_k, tokens_q, tokens_k); the first two are 0 for packed input, the last two for dense."""
+    rows = (args.q.shape[-3], args.k.shape[-3])
+    return (0, 0, *rows) if args.varlen else (*rows, 0, 0)
+
+
+def _constants(args: AttentionArgs, config: TileConfig, *, tile: str) -> dict[str, Any]:
+    """What every kernel takes; `tile` names the block that it streams."""
+    return {
+        "GROUP_SIZE": args.heads // args.kv_heads,
+        tile: config.block_n if tile == "BLOCK_N" else config.block_m,
+        "D": padded(args.head_dim),
+        "DV": padded(args.value_head_dim),
+        "CAUSAL": args.causal,
+        "VARLEN": args.varlen,
+        "STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+        **({} if config.gluon else {"num_stages": config.num_stages}),
+    }
+
+
+def _all_live(args: AttentionArgs, config: TileConfig) -> bool:
+    return not args.varlen and not args.causal and args.k.shape[1] % config.block_n == 0
 
 
 def workspace_bytes(args: AttentionArgs) -> int:
