@@ -21,6 +21,7 @@ from attnbench.results.plot_style import (
     headline,
     label_ends,
     line_style,
+    margins,
     new_figure,
     short_name,
     tidy,
@@ -107,13 +108,9 @@ def throughput(run: Run, records: Sequence[Record], name: str) -> Figure:
     figure = new_figure(1.2 + 4.6 * len(masks), 1.2 + 2.9 * len(passes))
     tokens = {int(r.case["batch"]) * int(r.case["seqlen_q"]) for r in records}
     fixed = f", {_thousands(tokens.pop())} tokens" if len(tokens) == 1 else ""
-    top = headline(figure, f"Attention {name.replace('-', ' ')}{fixed}", run, more=method(records))
+    headline(figure, f"Attention {name.replace('-', ' ')}{fixed}", run, more=method(records))
     grid = figure.subplots(len(passes), len(masks), squeeze=False, sharex=True)
-    figure.subplots_adjust(
-        left=0.62 / figure.get_figwidth(), right=1 - 0.95 / figure.get_figwidth(),
-        top=top - 0.2 / figure.get_figheight(),
-        bottom=0.5 / figure.get_figheight(), wspace=0.32, hspace=0.22,
-    )  # fmt: skip
+    margins(figure, left=0.62, right=0.95, top=0.2, bottom=0.5, wspace=0.32, hspace=0.22)
     dtype = str(records[0].case["dtype"])
     ceiling = (run.info.get("ceilings") or {}).get(f"matmul_{dtype}")
     for i, which in enumerate(passes):
@@ -126,7 +123,7 @@ def throughput(run: Run, records: Sequence[Record], name: str) -> Figure:
             axes.set_title(f"{PASSES[which]}, {'causal' if causal else 'full'}", fontsize=9.5, loc="left")
             if ceiling:
                 axes.axhline(ceiling * scale, color=GREY, linewidth=0.9, linestyle=":")
-                axes.text(lengths[0], ceiling * scale, "matmul here", fontsize=7.5, color=GREY, va="bottom")
+                axes.text(lengths[0], ceiling * scale, "matmul, measured", fontsize=7.5, color=GREY, va="bottom")
             if j == 0:
                 axes.set_ylabel(unit, fontsize=9)
             if i == len(passes) - 1:
@@ -153,8 +150,5 @@ def _lines(
         spread = list(zip(*(rate_interval(r, value) for r, value in zip(mine, y, strict=True)), strict=True))
         axes.errorbar(x, y, yerr=spread, elinewidth=0.9, capsize=2, **line_style(backend, backends))
         ends.append((y[-1], short_name(backend), colour(backend, backends), x[-1]))
-    last = max((at for *_, at in ends), default=1)
-    label_ends(axes, [(value, text, shade) for value, text, shade, at in ends if at == last], last)
-    for value, text, shade, at in ends:
-        if at != last:  # a line that ends early carries its name there
-            axes.annotate(text, (at, value), xytext=(5, 4), textcoords="offset points", color=shade, fontsize=8.5)
+    for end in {at for *_, at in ends}:  # a line that ends early carries its name there
+        label_ends(axes, [(value, text, shade) for value, text, shade, at in ends if at == end], end)

@@ -9,11 +9,23 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from attnbench.results.plot_data import PASSES, by_speed, method, passes_of, rate_interval, rate_unit
-from attnbench.results.plot_style import GREY, colour, headline, key_row, line_style, new_figure, short_name, tidy
+from attnbench.results.plot_style import (
+    GREY,
+    colour,
+    headline,
+    key_height,
+    key_row,
+    line_style,
+    margins,
+    new_figure,
+    short_name,
+    tidy,
+)
 from attnbench.results.record import Record
 from attnbench.results.runs import Run
 from attnbench.results.table import REFERENCES
 
+_UNFUSED = ("eager", "compile")
 RESIDUAL_TITLE = "Attention residuals, bandwidth over the least bytes"
 
 
@@ -37,11 +49,8 @@ def _dots(
     height = 0.24 * len(cases)
     margin = 0.35 + 0.071 * max(map(len, names.values()))  # inches that the longest name takes
     figure = new_figure(margin + 0.4 + 3.9 * len(passes), 1.75 + height)
-    top = headline(figure, title, run, more=method(records))
-    figure.subplots_adjust(
-        left=margin / figure.get_figwidth(), right=1 - 0.25 / figure.get_figwidth(),
-        top=top - 0.45 / figure.get_figheight(), bottom=0.5 / figure.get_figheight(), wspace=0.08,
-    )  # fmt: skip
+    headline(figure, title, run, more=method(records))
+    margins(figure, left=margin, right=0.25, top=key_height(figure, backends), bottom=0.5, wspace=0.08)
     panels = figure.subplots(1, len(passes), squeeze=False, sharey=True, sharex=log)[0]
     rows = {case_id: i for i, (_, case_id) in enumerate(cases)}
     for axes, which in zip(panels, passes, strict=True):
@@ -67,7 +76,7 @@ def _dots(
         _times_axis(axes)
     panels[0].set_yticks(range(len(cases)), [names[case_id] for _, case_id in cases])
     panels[0].set_ylim(len(cases) - 0.4, -0.6)
-    key_row(figure, panels[0], backends, top)
+    key_row(figure, backends)
     return figure
 
 
@@ -97,12 +106,13 @@ def by_case(run: Run, records: Sequence[Record]) -> Figure:
 def speed_up(run: Run, records: Sequence[Record], reference: str) -> Figure:
     """Times faster than the reference: against its interleaved median where the record has one.
 
-    Eager is left out beside a faster reference: it would squeeze the others into a corner, and has plots of its own.
+    PyTorch without a fused kernel is left out beside a faster reference: it would squeeze the others into a corner, and
+    the plots of throughput have it.
     """
     measured = {(r.case_id, r.pass_): r.median_ms for r in records if r.backend == reference}
 
     def times(r: Record) -> float | None:
-        if r.backend == "eager":
+        if r.backend in _UNFUSED and reference not in _UNFUSED:
             return None
         other = r.baseline_median_ms if r.baseline == reference else measured.get((r.case_id, r.pass_))
         return other / r.median_ms if other and r.median_ms and r.backend != reference else None
@@ -117,12 +127,9 @@ def bandwidth(run: Run, records: Sequence[Record]) -> Figure:
     passes, backends = passes_of(records), by_speed(records)
     phases = sorted({r.op for r in records})
     figure = new_figure(1.0 + 4.6 * len(passes), 1.35 + 2.5 * len(phases))
-    top = headline(figure, RESIDUAL_TITLE, run, more=method(records))
+    headline(figure, RESIDUAL_TITLE, run, more=method(records))
     grid = figure.subplots(len(phases), len(passes), squeeze=False, sharey=True)
-    figure.subplots_adjust(
-        left=0.62 / figure.get_figwidth(), right=1 - 0.2 / figure.get_figwidth(),
-        top=top - 0.48 / figure.get_figheight(), bottom=0.35 / figure.get_figheight(), wspace=0.06, hspace=0.42,
-    )  # fmt: skip
+    margins(figure, left=0.62, right=0.2, top=key_height(figure, backends), bottom=0.35, wspace=0.06, hspace=0.42)
     ceiling = (run.info.get("ceilings") or {}).get("copy")
     unit, scale = rate_unit([r.tb_s for r in records], "TB/s")
     for i, phase in enumerate(phases):
@@ -134,12 +141,12 @@ def bandwidth(run: Run, records: Sequence[Record]) -> Figure:
             if ceiling:
                 axes.axhline(ceiling, color=GREY, linewidth=0.9, linestyle=":")
                 axes.annotate(
-                    "copy here", (1, ceiling), xycoords=("axes fraction", "data"), xytext=(0, 2), va="bottom",
+                    "copy, measured", (1, ceiling), xycoords=("axes fraction", "data"), xytext=(0, 2), va="bottom",
                     ha="right", textcoords="offset points", fontsize=7.5, color=GREY,
                 )  # fmt: skip
             if j == 0:
                 axes.set_ylabel(unit, fontsize=9)
-    key_row(figure, grid[0][0], backends, top, bars=True)
+    key_row(figure, backends, bars=True)
     return figure
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,8 +29,25 @@ _COLOURS = {
     "fla": "#c05f94",
 }
 _OWN = ("#000000", "#6a3d9a", "#a11d33", "#3b6b00")
-_MARKERS = {"eager": "s", "compile": "D", "sdpa_flash": "^", "sdpa_cudnn": "v", "flex": "P", "fa4": "X", "fa3": "d"}
+_MARKERS = {
+    "eager": "s",
+    "compile": "D",
+    "sdpa_flash": "^",
+    "sdpa_cudnn": "v",
+    "flex": "P",
+    "fa3": "d",
+    "fa4": "X",
+    "triton": "o",
+    "sm90_mma": "h",
+    "sm90": "*",
+    "flash_attn_res": "v",
+    "liger": "X",
+    "fla": "P",
+}
+_OWN_MARKERS = ("p", "<", ">", "8")
 GREY = "#5a5a5a"
+HEAD = 0.72  # inches
+EDGE = 0.14
 
 
 def short_name(backend: str) -> str:
@@ -42,14 +60,19 @@ def colour(backend: str, backends: Sequence[str]) -> str:
     return _COLOURS.get(backend) or _OWN[own.index(backend) % len(_OWN)]
 
 
+def marker(backend: str, backends: Sequence[str]) -> str:
+    own = [b for b in backends if b not in _COLOURS]
+    return _MARKERS.get(backend) or _OWN_MARKERS[own.index(backend) % len(_OWN_MARKERS)]
+
+
 def line_style(backend: str, backends: Sequence[str]) -> dict[str, Any]:
     """Ours and a user's own stand out by width and full markers; references are thin."""
     subject = backend not in REFERENCES
     return {
         "color": colour(backend, backends),
-        "marker": _MARKERS.get(backend, "o"),
+        "marker": marker(backend, backends),
         "linewidth": 2.2 if subject else 1.2,
-        "markersize": 6 if subject else 5,
+        "markersize": 10 if backend == "sm90" else 6 if subject else 5,
         "markerfacecolor": colour(backend, backends) if subject else "white",
         "linestyle": "--" if backend in ("eager", "compile") else "-",
         "zorder": 3 if subject else 2,
@@ -68,13 +91,27 @@ def tidy(axes: Axes, *, grid: str = "y") -> None:
     axes.set_axisbelow(True)
 
 
-def headline(figure: Figure, title: str, run: Run, *, more: str = "") -> float:
-    """Title, and below it machine, commit and method; returns the height (0 to 1) that is left below them."""
+def headline(figure: Figure, title: str, run: Run, *, more: str = "") -> None:
+    """Title, and below it machine, commit and method: the uppermost `HEAD` inches."""
     height = figure.get_figheight()
-    left = 0.14 / figure.get_figwidth()
+    left = EDGE / figure.get_figwidth()
     figure.text(left, 1 - 0.12 / height, title, fontsize=12.5, fontweight="bold", va="top", color="#202020")
     figure.text(left, 1 - 0.38 / height, provenance(run, more), fontsize=8, va="top", color=GREY)
-    return 1 - 0.72 / height
+
+
+def margins(
+    figure: Figure, *, left: float, right: float, top: float, bottom: float, wspace: float, hspace: float = 0.2
+) -> None:
+    """Inches around the panels, `top` counted from below the headline; spaces between them in panel sizes."""
+    width, height = figure.get_size_inches()
+    figure.subplots_adjust(
+        left=left / width,
+        right=1 - right / width,
+        top=1 - (HEAD + top) / height,
+        bottom=bottom / height,
+        wspace=wspace,
+        hspace=hspace,
+    )
 
 
 def provenance(run: Run, more: str = "") -> str:
@@ -92,15 +129,18 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], x: float, *, 
     low, high = axes.get_ylim()
     points = axes.get_window_extent().height / axes.figure.dpi * 72
     gap = (high - low) * (size * 1.15) / points
-    placed: list[float] = []
     order = sorted(ends)
-    for y, _, _ in order:
-        placed.append(max(y, placed[-1] + gap) if placed else y)
-    # Pushed upwards only, the stack may have left the top: push back down from there.
-    top = high
-    for i in range(len(placed) - 1, -1, -1):
-        placed[i] = min(placed[i], top)
-        top = placed[i] - gap
+    # Pool neighbours that would overlap, each pool centred on its lines: isotonic regression on y less the stack's own
+    # height (Barlow et al., Statistical Inference under Order Restrictions, 1972).
+    pools: list[list[float]] = []
+    for i, (y, _, _) in enumerate(order):
+        pools.append([y - i * gap])
+        while len(pools) > 1 and sum(pools[-2]) / len(pools[-2]) > sum(pools[-1]) / len(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    level = [sum(pool) / len(pool) for pool in pools for _ in pool]
+    placed = [y + i * gap for i, y in enumerate(level)]
+    below = min(0.0, (placed[0] if placed else low) - low)
+    placed = [y - below for y in placed]
     for (_, text, shade), y in zip(order, placed, strict=True):
         axes.annotate(
             text, (x, y), xytext=(7, 0), textcoords="offset points", va="center", color=shade, fontsize=size,
@@ -108,8 +148,18 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], x: float, *, 
         )  # fmt: skip
 
 
-def key_row(figure: Figure, axes: Axes, backends: Sequence[str], top: float, *, bars: bool = False) -> None:
-    """One row of names with their marks under the headline, for figures whose marks have no room for labels."""
+def _key_columns(figure: Figure, backends: Sequence[str]) -> int:
+    widest = 0.45 + 0.08 * max(len(short_name(b)) for b in backends)  # inches
+    return max(1, min(len(backends), int((figure.get_figwidth() - 2 * EDGE) / widest)))
+
+
+def key_height(figure: Figure, backends: Sequence[str]) -> float:
+    """Inches that `key_row` needs below the headline, the panels' titles included."""
+    return 0.3 + 0.19 * math.ceil(len(backends) / _key_columns(figure, backends))
+
+
+def key_row(figure: Figure, backends: Sequence[str], *, bars: bool = False) -> None:
+    """Names with their marks under the headline, for figures whose marks have no room for labels."""
     from matplotlib.lines import Line2D
 
     handles = []
@@ -118,8 +168,18 @@ def key_row(figure: Figure, axes: Axes, backends: Sequence[str], top: float, *, 
         if bars:
             style |= {"marker": "s", "markersize": 8, "markerfacecolor": style["color"]}
         handles.append(Line2D([], [], **style, label=short_name(backend)))
-    left = axes.get_position().x0
+    columns = _key_columns(figure, backends)
+    # Legends fill column by column; names read row by row.
+    handles = [handles[i] for c in range(columns) for i in range(c, len(handles), columns)]
     figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(left, top), ncols=len(backends), frameon=False,
-        fontsize=8.5, handletextpad=0.2, columnspacing=1.4, borderaxespad=0,
-    )  # fmt: skip
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(EDGE / figure.get_figwidth(), 1 - HEAD / figure.get_figheight()),
+        ncols=columns,
+        frameon=False,
+        fontsize=8.5,
+        handletextpad=0.2,
+        columnspacing=1.4,
+        borderaxespad=0,
+        borderpad=0,
+    )

@@ -52,7 +52,7 @@ def test_labels_at_line_ends_do_not_overlap(run: Run) -> None:
     figure = throughput(run, records, "x")
     figure.canvas.draw()
     for axes in figure.axes:
-        names = {text.get_text(): text for text in axes.texts if text.get_text() != "matmul here"}
+        names = {text.get_text(): text for text in axes.texts if text.get_text() != "matmul, measured"}
         assert len(names) == 5
         boxes = sorted((text.get_window_extent() for text in names.values()), key=lambda box: box.y0)
         overlaps = [lower.y1 - upper.y0 for lower, upper in pairwise(boxes)]
