@@ -13,9 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels_triton.attnres_common import INTERPRET, column_sum, multiprocessors, rounded
+from kernels_triton.attnres_common import column_sum, multiprocessors, rounded
+from kernels_triton.attnres_merge_wide import backward_wide, forward_wide
 
-_MAX_BLOCK = 16384
+_WIDE = 16384  # hidden sizes from here on are walked in chunks
+_WIDE_CHUNK = 4096
 
 
 @triton.jit
@@ -152,6 +154,12 @@ def forward(
     rows, hidden = x.shape
     if rows == 0:
         return
+    if hidden > _WIDE:
+        programs = min(rows, 2 * multiprocessors(x.device))
+        forward_wide[(programs,)](
+            x, q, y0, l0, out, lse, x.stride(0), y0.stride(0), rows, hidden, eps, programs, CHUNK=_WIDE_CHUNK, num_warps=8
+        )
+        return
     cfg = config or forward_config(hidden)
     tiles = triton.cdiv(rows, cfg.block_r)
     programs = min(tiles, multiprocessors(x.device) * cfg.waves) if cfg.waves else tiles
@@ -184,6 +192,15 @@ def backward(
     if rows == 0 or hidden == 0:
         if not accumulate:
             dq.zero_()
+        return
+    if hidden > _WIDE:
+        programs = min(rows, 2 * multiprocessors(x.device))
+        partial = torch.zeros(programs, hidden, dtype=torch.float32, device=x.device)
+        backward_wide[(programs,)](
+            x, q, y0, l0, dy, dl, dx, dy0, dl0, partial, x.stride(0), y0.stride(0), dy.stride(0), rows, hidden, eps,
+            programs, HAS_DL=dl is not None, ACCUMULATE=accumulate, CHUNK=_WIDE_CHUNK, num_warps=8,
+        )  # fmt: skip
+        column_sum(partial, dq, accumulate)
         return
     cfg = config or backward_config(hidden)
     tiles = triton.cdiv(rows, cfg.block_r)

@@ -51,7 +51,8 @@ def _phase2(gpu: bool) -> Iterator[CorpusEntry]:
     yield CorpusEntry("inputs off their alignment", _merge(9, 96), layout="partial_sum,inter_out,dout:offset")
     rows = 20000 if gpu else 7
     yield CorpusEntry("determinism of the pseudo-query gradient", _merge(rows, 1024), repeats=20 if gpu else 2)
-    yield CorpusEntry("offsets beyond 2^31", _merge(300_000, 7168), gpu_only=True)
+    if gpu:
+        yield CorpusEntry("offsets beyond 2^31", _merge(300_000, 7168), gpu_only=True)
 
 
 def _phase1(gpu: bool) -> Iterator[CorpusEntry]:
@@ -78,4 +79,5 @@ def _phase1(gpu: bool) -> Iterator[CorpusEntry]:
     yield CorpusEntry("an expanded gradient", _attend(6, 96, 5, 3), layout="dout:expanded")
     rows = 20000 if gpu else 7
     yield CorpusEntry("determinism of the pseudo-query gradients", _attend(rows, 256, 5, 8), repeats=20 if gpu else 2)
-    yield CorpusEntry("offsets beyond 2^31", _attend(33_300, 7168, 9, 2), gpu_only=True)
+    if gpu:
+        yield CorpusEntry("offsets beyond 2^31", _attend(33_300, 7168, 9, 2), gpu_only=True)
