@@ -1,0 +1,45 @@
+"""A corpus subset small enough for compute-sanitizer: every kernel of sm90_mma and the wgmma forward, tails, packing.
+
+compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitizer_cases.py
+compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitizer_cases.py
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import kernels_native
+from attnbench.ops.attention_inputs import make_inputs
+from attnbench.scenario.case import AttentionCase
+
+CASES = [
+    AttentionCase(dtype, 2, 1, dim, causal, **layout)  # type: ignore[arg-type]
+    for dtype in ("bf16", "fp16")
+    for dim in (64, 128)
+    for causal in (False, True)
+    for layout in (
+        {"batch": 1, "seqlen_q": 130, "seqlen_k": 200},
+        {"layout": "varlen", "seqlens_q": (0, 65, 63, 1), "seqlens_k": (3, 65, 0, 130)},
+    )
+]
+
+
+def main(kernels: list[str]) -> None:
+    for case in CASES:
+        inputs = make_inputs(case, "cuda")
+        q, k, v = inputs.tensors.values()
+        for kernel in kernels:
+            if kernel == "sm90":
+                kernels_native.attention_forward(q.detach(), k.detach(), v.detach(), kernel=kernel, **inputs.extras)
+                continue
+            for deterministic in (False, True):
+                out = kernels_native.attention(q, k, v, kernel=kernel, deterministic=deterministic, **inputs.extras)
+                torch.autograd.grad(out, (q, k, v), inputs.cotangents["out"])
+        torch.cuda.synchronize()
+        print(case.label, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or ["sm90_mma", "sm90"])
