@@ -53,8 +53,8 @@ def plot_run(run: Run, out: Path | None = None, format: str = "png") -> list[Pat
     if len(attention) > sum(map(len, sweeps.values())):
         figures.append(("throughput-by-case", by_case(run, attention)))
     reference = reference_of(records)
-    if reference and any(r.backend not in (reference, "eager") for r in records):
-        figures.append((f"speedup-over-{safe_name(short_name(reference))}", speed_up(run, records, reference)))
+    if reference and (figure := speed_up(run, records, reference)) is not None:
+        figures.append((f"speedup-over-{safe_name(short_name(reference))}", figure))
     residual = [r for r in records if r.op.startswith("attnres") and r.tb_s]
     if residual:
         few = len({(r.op, r.label) for r in residual}) <= MOST_BARS

@@ -103,23 +103,24 @@ def by_case(run: Run, records: Sequence[Record]) -> Figure:
     )
 
 
-def speed_up(run: Run, records: Sequence[Record], reference: str) -> Figure:
+def speed_up(run: Run, records: Sequence[Record], reference: str) -> Figure | None:
     """Times faster than the reference: against its interleaved median where the record has one.
 
-    PyTorch without a fused kernel is left out beside a faster reference: it would squeeze the others into a corner, and
-    the plots of throughput have it.
+    None where no case has both. PyTorch without a fused kernel is left out beside a faster reference: it would squeeze
+    the others into a corner, and the plots of throughput have it.
     """
     measured = {(r.case_id, r.pass_): r.median_ms for r in records if r.backend == reference}
 
     def times(r: Record) -> float | None:
         if r.backend in _UNFUSED and reference not in _UNFUSED:
             return None
-        other = r.baseline_median_ms if r.baseline == reference else measured.get((r.case_id, r.pass_))
+        interleaved = r.baseline_median_ms if r.baseline == reference else None
+        other = interleaved or measured.get((r.case_id, r.pass_))
         return other / r.median_ms if other and r.median_ms and r.backend != reference else None
 
     shown = [r for r in records if times(r)]
     name = short_name(reference)
-    return _dots(run, shown, f"Speed-up over {name}", f"speed, {name} = 1×", times, log=True)
+    return _dots(run, shown, f"Speed-up over {name}", f"speed, {name} = 1×", times, log=True) if shown else None
 
 
 def bandwidth(run: Run, records: Sequence[Record]) -> Figure:
