@@ -248,3 +248,10 @@ def test_cpu_tensors_outside_the_interpreter_are_refused() -> None:
         "else:\n    raise SystemExit('no error')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PATH": "", "TRITON_INTERPRET": "0"})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_graph_break_under_compile(packed: bool) -> None:
+    p = packed_problem([5, 7], [6, 7], 2, 1, 16, causal=True) if packed else dense_problem(1, 9, 9, causal=True)
+    compiled = torch.compile(kernels_triton.attention, fullgraph=True, backend="aot_eager")
+    assert_close(compute(compiled, p), reference(p), torch.float32)
