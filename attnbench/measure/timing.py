@@ -16,6 +16,7 @@ from attnbench.measure.sampling import Headline, measure_device, measure_host, m
 from attnbench.measure.telemetry import SLOWDOWNS, Telemetry
 from attnbench.measure.timer import DeviceClock, Timed, host_samples
 from attnbench.measure.verify import Truth, autograd_call, gradients
+from attnbench.ops.base import timed_inputs
 from attnbench.results.record import Record
 
 SIDE_SAMPLES = 10
@@ -41,7 +42,7 @@ class Session:
 
 def pass_call(truth: Truth, prepared: Prepared, pass_: str) -> Callable[[], Any]:
     """The callable that one pass times. For a backward the forward runs now, on the current stream, and is kept."""
-    operation, inputs = truth.operation, truth.inputs
+    operation, inputs = truth.operation, timed_inputs(truth.operation, truth.inputs)
     if pass_ == "forward":
         return prepared.forward
     if pass_ == "forward_backward":

@@ -22,6 +22,7 @@ class AttentionOperation:
 
     name = "attention"
     output_names: tuple[str, ...] = ("out", "lse")
+    timed_cotangents: tuple[str, ...] = ("out",)  # training has no loss on lse, and most peers no gradient through it
     grad_names: dict[str, str]
 
     def __init__(self) -> None:

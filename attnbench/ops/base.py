@@ -5,7 +5,7 @@ One module per operation implements `Operation`; `attnbench.ops.operation(name)`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attnbench.scenario.case import Case
@@ -42,6 +42,14 @@ class Inputs:
     tensors: Tensors
     cotangents: Tensors
     extras: dict[str, Any] = field(default_factory=dict)
+
+
+def timed_inputs(operation: Operation, inputs: Inputs) -> Inputs:
+    """The inputs with the cotangents that timed backward passes use: all, unless the operation names fewer."""
+    names = getattr(operation, "timed_cotangents", None)
+    if names is None:
+        return inputs
+    return replace(inputs, cotangents={name: grad for name, grad in inputs.cotangents.items() if name in names})
 
 
 class Operation(Protocol):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnbench.ops import attention_reference, attention_work, operation
-from attnbench.ops.base import Inputs
+from attnbench.ops.base import Inputs, timed_inputs
 from attnbench.scenario.case import AttentionCase
 
 ATTENTION = operation("attention")
@@ -226,3 +226,9 @@ def test_memory_is_between_the_tensors_and_something_sane() -> None:
 def test_operation_names_its_choices() -> None:
     with pytest.raises(ValueError, match=r"atention.*attention, attnres_phase1"):
         operation("atention")
+
+
+def test_timed_backward_passes_have_no_loss_on_lse() -> None:
+    inputs = ATTENTION.make_inputs(dense(seqlen_q=3, seqlen_k=3), "cpu")
+    assert list(timed_inputs(ATTENTION, inputs).cotangents) == ["out"]
+    assert list(inputs.cotangents) == ["out", "lse"]
