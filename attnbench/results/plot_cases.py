@@ -39,23 +39,34 @@ def reference_of(records: Sequence[Record]) -> str | None:
     return choice if len(backends) > 1 else None
 
 
+def _name(record: Record) -> str:
+    return record.label if record.op == "attention" else f"phase {record.op[-1]}, {record.label}"
+
+
 def _dots(
-    run: Run, records: Sequence[Record], title: str, label: str, value: Callable[[Record], float | None], *, log: bool
+    run: Run,
+    records: Sequence[Record],
+    title: str,
+    label: str,
+    value: Callable[[Record], float | None],
+    *,
+    times: bool = False,
+    ceiling: tuple[str, float] | None = None,
 ) -> Figure:
-    """One row a case, one mark a backend, one panel a pass."""
+    """One row a case, one mark a backend, one panel a pass. `times`: a log axis of factors, not one from 0."""
     passes, backends = passes_of(records), by_speed(records)
     cases = list(dict.fromkeys((r.op, r.case_id) for r in records))
-    names = {r.case_id: r.label + ("" if r.op == "attention" else f" {r.op.replace('attnres_', '')}") for r in records}
+    names = {r.case_id: _name(r) for r in records}
     height = 0.24 * len(cases)
     margin = 0.35 + 0.071 * max(map(len, names.values()))  # inches that the longest name takes
     figure = new_figure(margin + 0.4 + 3.9 * len(passes), 1.75 + height)
     headline(figure, title, run, more=method(records))
     margins(figure, left=margin, right=0.25, top=key_height(figure, backends), bottom=0.5, wspace=0.08)
-    panels = figure.subplots(1, len(passes), squeeze=False, sharey=True, sharex=log)[0]
+    panels = figure.subplots(1, len(passes), squeeze=False, sharey=True, sharex=True)[0]
     rows = {case_id: i for i, (_, case_id) in enumerate(cases)}
     for axes, which in zip(panels, passes, strict=True):
         tidy(axes, grid="both")
-        if log:
+        if times:
             axes.set_xscale("log")
         for backend in backends:
             found = [
@@ -70,10 +81,25 @@ def _dots(
             axes.errorbar([v for v, *_ in found], [y for _, y, _ in found], xerr=spread, elinewidth=0.9, **style)
         axes.set_title(PASSES[which], fontsize=9.5, loc="left")
         axes.set_xlabel(label, fontsize=9)
-        if not log:
-            axes.set_xlim(left=0)
-    for axes in panels if log else ():
-        _times_axis(axes)
+        if ceiling:
+            axes.axvline(ceiling[1], color=GREY, linewidth=0.9, linestyle=":")
+            axes.annotate(
+                f"{ceiling[0]}, measured",
+                (ceiling[1], 0.02),
+                xycoords=("data", "axes fraction"),
+                xytext=(-2, 0),
+                textcoords="offset points",
+                rotation=90,
+                ha="right",
+                fontsize=7.5,
+                color=GREY,
+            )
+    if times:
+        _times_axis(panels[0])
+    else:
+        panels[0].set_xlim(left=0)
+    for axes in panels if times else ():
+        axes.axvline(1, color="#909090", linewidth=1)
     panels[0].set_yticks(range(len(cases)), [names[case_id] for _, case_id in cases])
     panels[0].set_ylim(len(cases) - 0.4, -0.6)
     key_row(figure, backends)
@@ -81,7 +107,7 @@ def _dots(
 
 
 def _times_axis(axes: Axes) -> None:
-    """A log axis of factors with the coarsest ticks of which at least four fit, and a line at 1."""
+    """A log axis of factors with the coarsest ticks of which at least four fit."""
     low, high = axes.get_xlim()
     low, high = min(low, 0.9), max(high, 1.1)
     ticks = [t for e in range(-3, 4) for s in (1, 2, 5) if low <= (t := s * 10.0**e) <= high]
@@ -93,13 +119,20 @@ def _times_axis(axes: Axes) -> None:
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
-    axes.axvline(1, color="#909090", linewidth=1)
 
 
 def by_case(run: Run, records: Sequence[Record]) -> Figure:
+    """Throughput of every attention case; with the measured matmul ceiling where all share one dtype."""
     unit, scale = rate_unit([r.tflops for r in records], "TFLOP/s")
+    dtypes = {str(r.case["dtype"]) for r in records}
+    ceiling = (run.info.get("ceilings") or {}).get(f"matmul_{dtypes.pop()}") if len(dtypes) == 1 else None
     return _dots(
-        run, records, "Attention throughput by case", unit, lambda r: r.tflops * scale if r.tflops else None, log=False
+        run,
+        records,
+        "Attention throughput by case",
+        unit,
+        lambda r: r.tflops * scale if r.tflops else None,
+        ceiling=("matmul", ceiling * scale) if ceiling else None,
     )
 
 
@@ -120,7 +153,7 @@ def speed_up(run: Run, records: Sequence[Record], reference: str) -> Figure | No
 
     shown = [r for r in records if times(r)]
     name = short_name(reference)
-    return _dots(run, shown, f"Speed-up over {name}", f"speed, {name} = 1×", times, log=True) if shown else None
+    return _dots(run, shown, f"Speed-up over {name}", f"speed, {name} = 1×", times, times=True) if shown else None
 
 
 def bandwidth(run: Run, records: Sequence[Record]) -> Figure:
@@ -140,11 +173,18 @@ def bandwidth(run: Run, records: Sequence[Record]) -> Figure:
             _bars(axes, [r for r in records if (r.op, r.pass_) == (phase, which)], backends, scale)
             axes.set_title(f"phase {phase[-1]}, {PASSES[which]}", fontsize=9.5, loc="left")
             if ceiling:
-                axes.axhline(ceiling, color=GREY, linewidth=0.9, linestyle=":")
+                axes.axhline(ceiling * scale, color=GREY, linewidth=0.9, linestyle=":")
                 axes.annotate(
-                    "copy, measured", (1, ceiling), xycoords=("axes fraction", "data"), xytext=(0, 2), va="bottom",
-                    ha="right", textcoords="offset points", fontsize=7.5, color=GREY,
-                )  # fmt: skip
+                    "copy, measured",
+                    (1, ceiling * scale),
+                    xycoords=("axes fraction", "data"),
+                    xytext=(0, 2),
+                    textcoords="offset points",
+                    va="bottom",
+                    ha="right",
+                    fontsize=7.5,
+                    color=GREY,
+                )
             if j == 0:
                 axes.set_ylabel(unit, fontsize=9)
     key_row(figure, backends, bars=True)
@@ -154,7 +194,15 @@ def bandwidth(run: Run, records: Sequence[Record]) -> Figure:
 def bandwidth_dots(run: Run, records: Sequence[Record]) -> Figure:
     """The same as one row a shape, for runs with many."""
     unit, scale = rate_unit([r.tb_s for r in records], "TB/s")
-    return _dots(run, records, RESIDUAL_TITLE, unit, lambda r: r.tb_s * scale if r.tb_s else None, log=False)
+    copy = (run.info.get("ceilings") or {}).get("copy")
+    return _dots(
+        run,
+        records,
+        RESIDUAL_TITLE,
+        unit,
+        lambda r: r.tb_s * scale if r.tb_s else None,
+        ceiling=("copy", copy * scale) if copy else None,
+    )
 
 
 def _bars(axes: Axes, records: Sequence[Record], backends: Sequence[str], scale: float) -> None:
