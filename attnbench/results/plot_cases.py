@@ -225,8 +225,14 @@ def _bars(axes: Axes, records: Sequence[Record], backends: Sequence[str], scale:
         )
         for at, value in zip(x, y, strict=True):
             axes.annotate(
-                f"{value:.2f}", (at, value), xytext=(0, 2), textcoords="offset points", ha="center", va="bottom",
-                fontsize=6.5, color=colour(backend, backends),
-            )  # fmt: skip
+                f"{value:.2f}",
+                (at, value),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                fontsize=6.5,
+                color=colour(backend, backends),
+            )
     axes.set_xticks(range(len(labels)), labels)
     axes.set_xlim(-0.5, max(len(labels), 2) - 0.5)

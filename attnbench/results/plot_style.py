@@ -143,9 +143,15 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], x: float, *, 
     placed = [y - below for y in placed]
     for (_, text, shade), y in zip(order, placed, strict=True):
         axes.annotate(
-            text, (x, y), xytext=(7, 0), textcoords="offset points", va="center", color=shade, fontsize=size,
+            text,
+            (x, y),
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+            color=shade,
+            fontsize=size,
             annotation_clip=False,
-        )  # fmt: skip
+        )
 
 
 def _key_columns(figure: Figure, backends: Sequence[str]) -> int:
