@@ -215,9 +215,7 @@ def _launch_phase2(
     out = partial_sum.new_empty(partial_sum.shape)
     lse = partial_sum.new_empty(partial_sum.shape[:-1], dtype=torch.float32)
     with _on(partial_sum):
-        merge.forward(
-            rows_of(partial_sum), _dense(query), rows_of(inter_out), inter_lse.contiguous(), out, lse, eps
-        )
+        merge.forward(rows_of(partial_sum), _dense(query), rows_of(inter_out), inter_lse.contiguous(), out, lse, eps)
     return out, lse
 
 
@@ -389,7 +387,5 @@ def attnres_phase2_backward(
         inter_out.new_empty(inter_out.shape),
         inter_lse.new_empty(inter_lse.shape),
     )
-    _launch_phase2_backward(
-        dout, dlse, partial_sum, query, inter_out, inter_lse, check_eps(eps), gradients, accumulate
-    )
+    _launch_phase2_backward(dout, dlse, partial_sum, query, inter_out, inter_lse, check_eps(eps), gradients, accumulate)
     return gradients

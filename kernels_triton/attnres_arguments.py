@@ -77,9 +77,7 @@ def check_gradient(name: str, gradient: torch.Tensor | None, shape: torch.Size) 
 def check_buffer(name: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
     """Raises ValueError where a gradient buffer cannot be written in place of `like`'s gradient."""
     if buffer.shape != like.shape or buffer.device != like.device:
-        raise ValueError(
-            f"{name} is {list(buffer.shape)} on {buffer.device}: want {list(like.shape)} on {like.device}"
-        )
+        raise ValueError(f"{name} is {list(buffer.shape)} on {buffer.device}: want {list(like.shape)} on {like.device}")
     if not buffer.is_floating_point():
         raise ValueError(f"{name} is {buffer.dtype}: want a floating-point dtype")
     if not buffer.is_contiguous():

@@ -104,7 +104,9 @@ def _backward(
             v_mask = v_ok[:, None] & live[None, :]
             v = tl.load(v_at[:, None] + d[None, :], mask=v_mask, other=0.0)
             do = tl.load(do_at[:, None] + d[None, :], mask=o_ok[:, None] & live[None, :], other=0.0)
-            w = tl.load(w_ptr + s[:, None] * w_stride + d[None, :], mask=(s < queries)[:, None] & live[None, :], other=0.0)
+            w = tl.load(
+                w_ptr + s[:, None] * w_stride + d[None, :], mask=(s < queries)[:, None] & live[None, :], other=0.0
+            )
             dv = split_dot(p_t, do, tl.zeros([ROWS * BLOCK_N, CHUNK_B], tl.float32), SPLIT, PRECISION)
             dv = split_dot(coef_t, w, dv, SPLIT, PRECISION)
             dv = split_dot(norm_t, v, dv, SPLIT, PRECISION)

@@ -80,7 +80,9 @@ def _forward(
             d = chunk + tl.arange(0, CHUNK_A)
             live = d < hidden
             v = tl.load(v_at[:, None] + d[None, :], mask=v_ok[:, None] & live[None, :], other=0.0)
-            w = tl.load(w_ptr + s[:, None] * w_stride + d[None, :], mask=(s < queries)[:, None] & live[None, :], other=0.0)
+            w = tl.load(
+                w_ptr + s[:, None] * w_stride + d[None, :], mask=(s < queries)[:, None] & live[None, :], other=0.0
+            )
             logits = plain_dot(v, tl.trans(w), logits, SPLIT, PRECISION)
             vf = v.to(tl.float32)
             square += tl.sum(tl.reshape(vf * vf, [ROWS * BLOCK_N, CHUNK_A // 8, 8]), axis=2)

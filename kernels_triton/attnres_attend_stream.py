@@ -79,7 +79,9 @@ def forward_stream(
                 live = d < hidden
                 v = (tl.load(v_at + d, mask=live, other=0.0).to(tl.float32),)
                 for n in tl.static_range(1, BLOCKS):
-                    v = v + (tl.load(v_at + n * tl.cast(v_block_stride, tl.int64) + d, mask=live, other=0.0).to(tl.float32),)
+                    v = v + (
+                        tl.load(v_at + n * tl.cast(v_block_stride, tl.int64) + d, mask=live, other=0.0).to(tl.float32),
+                    )
                 new = (part[0] + _fold(v[0] * v[0], ELEMS),)
                 for n in tl.static_range(1, BLOCKS):
                     new = new + (part[n] + _fold(v[n] * v[n], ELEMS),)
@@ -130,7 +132,9 @@ def forward_stream(
                 live = d < hidden
                 v = (tl.load(v_at + d, mask=live, other=0.0).to(tl.float32),)
                 for n in tl.static_range(1, BLOCKS):
-                    v = v + (tl.load(v_at + n * tl.cast(v_block_stride, tl.int64) + d, mask=live, other=0.0).to(tl.float32),)
+                    v = v + (
+                        tl.load(v_at + n * tl.cast(v_block_stride, tl.int64) + d, mask=live, other=0.0).to(tl.float32),
+                    )
                 for s in tl.static_range(GROUP):
                     o = p[s * BLOCKS] * v[0]
                     for n in tl.static_range(1, BLOCKS):

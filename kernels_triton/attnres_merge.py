@@ -157,7 +157,20 @@ def forward(
     if hidden > _WIDE:
         programs = min(rows, 2 * multiprocessors(x.device))
         forward_wide[(programs,)](
-            x, q, y0, l0, out, lse, x.stride(0), y0.stride(0), rows, hidden, eps, programs, CHUNK=_WIDE_CHUNK, num_warps=8
+            x,
+            q,
+            y0,
+            l0,
+            out,
+            lse,
+            x.stride(0),
+            y0.stride(0),
+            rows,
+            hidden,
+            eps,
+            programs,
+            CHUNK=_WIDE_CHUNK,
+            num_warps=8,
         )
         return
     cfg = config or forward_config(hidden)

@@ -20,7 +20,9 @@ def _merge(rows: int, hidden: int, dtype: str = "bf16", **fields: float | bool) 
     return AttnresCase(phase=2, rows=rows, hidden=hidden, dtype=dtype, **fields)  # type: ignore[arg-type]
 
 
-def _attend(rows: int, hidden: int, blocks: int, queries: int, dtype: str = "bf16", **fields: float | bool) -> AttnresCase:
+def _attend(
+    rows: int, hidden: int, blocks: int, queries: int, dtype: str = "bf16", **fields: float | bool
+) -> AttnresCase:
     return AttnresCase(  # type: ignore[arg-type]
         phase=1, rows=rows, hidden=hidden, blocks=blocks, queries=queries, dtype=dtype, **fields
     )
@@ -32,7 +34,9 @@ def _phase2(gpu: bool) -> Iterator[CorpusEntry]:
             case = _merge(6, hidden, "fp32", lse_grad=lse_grad, logit_scale=hidden**0.5)
             yield CorpusEntry("the first kernel's harness", case)
     for hidden in (32, 64, 128):
-        yield CorpusEntry("the first kernel's harness, half precision", _merge(20, hidden, "fp16", logit_scale=hidden**0.5))
+        yield CorpusEntry(
+            "the first kernel's harness, half precision", _merge(20, hidden, "fp16", logit_scale=hidden**0.5)
+        )
     for hidden in (96, 1536, 2304, 7168):
         yield CorpusEntry("production dtype, any hidden size", _merge(1000 if gpu else 5, hidden))
     yield CorpusEntry("no gradient through lse", _merge(1000 if gpu else 5, 1000, lse_grad=False))
@@ -69,8 +73,12 @@ def _phase1(gpu: bool) -> Iterator[CorpusEntry]:
     yield CorpusEntry("hidden size 1", _attend(5, 1, 3, 2, "fp32"))
     yield CorpusEntry("one row", _attend(1, 768, 9, 12))
     yield CorpusEntry("no rows", _attend(0, 64, 5, 3))
-    yield CorpusEntry("logits of 30 times the usual scale", _attend(33 if gpu else 2, 2048, 5, 3, "fp32", logit_scale=30.0))
-    yield CorpusEntry("pseudo-queries of zeros, as at initialisation", _attend(33 if gpu else 3, 256, 5, 8, logit_scale=0.0))
+    yield CorpusEntry(
+        "logits of 30 times the usual scale", _attend(33 if gpu else 2, 2048, 5, 3, "fp32", logit_scale=30.0)
+    )
+    yield CorpusEntry(
+        "pseudo-queries of zeros, as at initialisation", _attend(33 if gpu else 3, 256, 5, 8, logit_scale=0.0)
+    )
     yield CorpusEntry("rows of zeros", _attend(6, 128, 5, 3, "fp32"), layout="values:zero_rows")
     yield CorpusEntry("a gradient through lse only", _attend(6, 128, 5, 3, "fp32"), layout="grads:lse")
     yield CorpusEntry("blocks within rows", _attend(6, 128, 5, 3), layout="values:transposed")
