@@ -130,18 +130,26 @@ def test_exit_codes_judge_ours_and_the_users_only() -> None:
     assert exit_code([row("triton", "skipped-memory")]) == 3
 
 
-def test_ctrl_c_keeps_what_is_finished_and_ends_the_worker(tmp_path: Path) -> None:
-    scenario = write(tmp_path, f"backends: [eager, '{BAD}:HANG']")
-    out = tmp_path / "r"
+def started(scenario: Path, out: Path, rows: int) -> subprocess.Popen[bytes]:
+    """`attnbench run` in a process of its own, once it has stored `rows` rows and hangs in the next."""
     command = [sys.executable, "-m", "attnbench", "run", str(scenario), "--out", str(out), "--device", "cpu"]
     process = subprocess.Popen(command, env=worker_environment("cpu"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         lines = list(out.glob("*/cases.jsonl"))
-        if lines and lines[0].read_text().count("\n") >= 2:
+        if lines and lines[0].read_text().count("\n") >= rows:
             break
         time.sleep(0.05)
     time.sleep(0.3)
+    return process
+
+
+def test_ctrl_c_keeps_what_is_finished_and_ends_the_worker(tmp_path: Path) -> None:
+    scenario = write(tmp_path, f"backends: [eager, '{BAD}:HANG']")
+    out = tmp_path / "r"
+    process = started(scenario, out, 2)
+    workers = children_of(process.pid)
+    assert len(workers) == 1
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr.decode()
@@ -151,7 +159,35 @@ def test_ctrl_c_keeps_what_is_finished_and_ends_the_worker(tmp_path: Path) -> No
     rows = [json.loads(line) for line in (folder / "cases.jsonl").read_text().splitlines()]
     assert [(r["backend"], r["outcome"]) for r in rows] == [("eager", "ok"), ("eager", "ok")]
     assert json.loads((folder / "run.json").read_text())["finished_at"] is None
-    assert not children_of(process.pid)
+    assert gone(workers[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ending with the parent is a Linux service")
+def test_a_killed_run_keeps_its_rows_and_leaves_no_worker(tmp_path: Path) -> None:
+    scenario = write(tmp_path, f"backends: [eager, '{BAD}:HANG']")
+    out = tmp_path / "r"
+    process = started(scenario, out, 2)
+    workers = children_of(process.pid)
+    process.kill()
+    process.communicate(timeout=60)
+    stored = read_run(only_run(out))
+    assert len(stored.lines) == 2
+    assert not stored.finished
+    assert gone(workers[0])
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, within five seconds."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def children_of(pid: int) -> list[int]:
