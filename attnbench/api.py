@@ -180,7 +180,13 @@ def _attention_backend(args: AttentionArgs, backend: str, deterministic: bool) -
     if backend == "auto":
         if not args.q.is_cuda:
             return "eager"
-        return "triton" if _unsupported(args, "sm90", deterministic) else "sm90"
+        reasons = []
+        for name in ("sm90", "triton"):
+            reason = _unsupported(args, name, deterministic)
+            if reason is None:
+                return name
+            reasons.append(f"{name}: {reason}")
+        raise Unsupported(f"no kernel takes this call; backend='eager' does. {'; '.join(reasons)}")
     reason = _unsupported(args, backend, deterministic)
     if reason is not None:
         raise Unsupported(f"backend {backend!r} does not take this call: {reason}")

@@ -40,9 +40,11 @@ def backend(name: str) -> Backend:
         from attnbench.backends.custom import load
 
         return load(name)
+    if name in BUILTIN and name not in _HOME:
+        raise UnknownBackend(f"backend {name!r} is not offered yet: want one of {', '.join(_HOME)}")
     if name not in _HOME:
         near = difflib.get_close_matches(name, _HOME, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"want one of {', '.join(_HOME)}"
+        hint = f"did you mean {near[0]}?" if near else f"want one of {', '.join(_HOME)}."
         raise UnknownBackend(
             f"unknown backend {name!r}: {hint} Your own is written package.module:object or path/to/file.py:object"
         )
