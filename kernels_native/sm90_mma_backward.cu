@@ -158,9 +158,9 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
   }
   __syncthreads();
 
-  // Iteration i is query tile first_m + i % count of head i / count of the group. Only thread 0 loads.
-  auto load = [&](int i) {
-    const int stage = i & 1, head = kv_head * p.group + i / count, row = (first_m + i % count) * BM;
+  // The heads of the group one after another, of each the query tiles in order. Only thread 0 loads.
+  auto load = [&](int i, int head, int row) {
+    const int stage = i & 1;
     const u32 bar = full + 8 * stage, at = stages + stage * STAGE_BYTES;
     mbarrier_expect(bar, STAGE_BYTES + 2 * ROW_BYTES);
 #pragma unroll
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
         tma_load_4d(k_tile + panel * BN * 128, p.k, kv_full, panel * 64, s.k_start + key0, kv_head, s.batch);
         tma_load_4d(v_tile + panel * BN * 128, p.v, kv_full, panel * 64, s.k_start + key0, kv_head, s.batch);
       }
-      load(0);
+      load(0, kv_head * p.group, first_m * BM);
     }
     mbarrier_wait(kv_full, 0);
     if (key0 + BN > s.k_rows) {
@@ -205,11 +205,11 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
       u32 a[4];
-      ldmatrix(a, (a_at + (k / 4) * BN * 128) ^ ((k % 4) * 32));
+      ldmatrix(a, (a_at ^ ((k % 4) * 32)) + (k / 4) * BN * 128);
 #pragma unroll
       for (int n = 0; n < BM / 16; ++n) {
         u32 b[4];
-        ldmatrix(b, (b_at + (k / 4) * BM * 128 + n * 2048) ^ ((k % 4) * 32));
+        ldmatrix(b, (b_at ^ ((k % 4) * 32)) + (k / 4) * BM * 128 + n * 2048);
         mma(c[2 * n], a, b[0], b[1]);
         mma(c[2 * n + 1], a, b[2], b[3]);
       }
@@ -223,16 +223,17 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
 #pragma unroll
       for (int d = 0; d < D / 16; ++d) {
         u32 b[4];
-        ldmatrix_transposed(b, (b_at + (d / 4) * BM * 128 + k * 2048) ^ ((d % 4) * 32));
+        ldmatrix_transposed(b, (b_at ^ ((d % 4) * 32)) + (d / 4) * BM * 128 + k * 2048);
         mma(c[2 * d], a[k], b[0], b[1]);
         mma(c[2 * d + 1], a[k], b[2], b[3]);
       }
   };
 
+  int head = kv_head * p.group, row0 = first_m * BM;
+  const int end_row = row0 + count * BM;
 #pragma unroll 1
   for (int i = 0; i < total; ++i) {
     const int stage = i & 1, parity = (i >> 1) & 1;
-    const int row0 = (first_m + i % count) * BM;
     const u32 q_tile = stages + stage * STAGE_BYTES, do_tile = q_tile + Q_BYTES, ds_tile = ds_tiles + stage * DS_BYTES;
     mbarrier_wait(full + 8 * stage, parity);
     if (row0 + BM > s.q_rows) {
@@ -245,7 +246,11 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
     product(c, k_tile, q_tile);
     if (threadIdx.x == 0 && i + 1 < total) {
       if (i > 0) mbarrier_wait(empty + 8 * (stage ^ 1), ((i - 1) >> 1) & 1);
-      load(i + 1);
+      if (row0 + BM < end_row) {
+        load(i + 1, head, row0 + BM);
+      } else {
+        load(i + 1, head + 1, first_m * BM);
+      }
     }
     if (key0 + BN > s.k_rows || (CAUSAL && row0 + shift < key0 + BN - 1)) {
 #pragma unroll
@@ -308,11 +313,11 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
       for (int k = 0; k < BN / 16; ++k) {
         u32 a[2][4];
         ldmatrix_transposed(a[0], a_at + k * 2048);
-        ldmatrix_transposed(a[1], (a_at + k * 2048) ^ 32);
+        ldmatrix_transposed(a[1], (a_at ^ 32) + k * 2048);
 #pragma unroll
         for (int n = 0; n < QN / 2; ++n) {
           u32 b[4];
-          ldmatrix_transposed(b, (b_at + k * 2048) ^ (n * 32));
+          ldmatrix_transposed(b, (b_at ^ (n * 32)) + k * 2048);
 #pragma unroll
           for (int m = 0; m < 2; ++m) {
             mma(dq[m][2 * n], a[m], b[0], b[1]);
@@ -321,7 +326,6 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
         }
       }
     }
-    const int head = kv_head * p.group + i / count;
     const long long padded = head * p.padded + padded0 + row0;
     int* turn = DETERMINISTIC ? p.turns + padded / BM : nullptr;
     if (DETERMINISTIC) {
@@ -347,6 +351,11 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
       __syncthreads();
       if (threadIdx.x == 0) asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(turn), "r"(within + 1) : "memory");
     }
+    row0 += BM;
+    if (row0 == end_row) {
+      row0 = first_m * BM;
+      ++head;
+    }
   }
 
   // Every warp has read K for its last dQ; then each stages its own 16 rows.
@@ -357,9 +366,9 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
   for (int d = 0; d < D / 16; ++d) {
     const u32 offset = (d / 4) * BN * 128, flip = (d % 4) * 32;
     const float (&a)[4] = dk[2 * d], (&b)[4] = dk[2 * d + 1], (&x)[4] = dv[2 * d], (&y)[4] = dv[2 * d + 1];
-    stmatrix((dk_at + offset) ^ flip, pack2(a[0] * p.scale, a[1] * p.scale), pack2(a[2] * p.scale, a[3] * p.scale),
+    stmatrix((dk_at ^ flip) + offset, pack2(a[0] * p.scale, a[1] * p.scale), pack2(a[2] * p.scale, a[3] * p.scale),
              pack2(b[0] * p.scale, b[1] * p.scale), pack2(b[2] * p.scale, b[3] * p.scale));
-    stmatrix((dv_at + offset) ^ flip, pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(y[0], y[1]), pack2(y[2], y[3]));
+    stmatrix((dv_at ^ flip) + offset, pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(y[0], y[1]), pack2(y[2], y[3]));
   }
   __syncwarp();
   unsigned short* dk_out = static_cast<unsigned short*>(p.dk) + s.batch * p.dk_batch + kv_head * p.dk_head;
@@ -398,7 +407,7 @@ __global__ void __launch_bounds__(2 * BN) postprocess(const __grid_constant__ Ro
 #pragma unroll
     for (int n = 0; n < QN; n += 2) {
       const float4 a = sum[(m * QN + n) * 32], b = sum[(m * QN + n + 1) * 32];
-      stmatrix((at + m * 2048) ^ (n * 16), pack2(a.x * p.scale, a.y * p.scale), pack2(a.z * p.scale, a.w * p.scale),
+      stmatrix((at ^ (n * 16)) + m * 2048, pack2(a.x * p.scale, a.y * p.scale), pack2(a.z * p.scale, a.w * p.scale),
                pack2(b.x * p.scale, b.y * p.scale), pack2(b.z * p.scale, b.w * p.scale));
     }
   __syncthreads();

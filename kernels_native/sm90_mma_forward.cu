@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
   __shared__ __align__(8) u64 barriers[9];
   // Read anew where needed: registers are scarcer than shared memory here.
   struct Where {
-    int q_start, q_rows, k_start, k_rows, batch, row0, head, shift;
+    int q_start, q_rows, k_start, k_rows, batch, row0, head, kv_head, shift;
   };
   __shared__ volatile Where where;
 
@@ -111,6 +111,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
     where.batch = s.batch;
     where.row0 = row0;
     where.head = head;
+    where.kv_head = head / p.group;
     where.shift = shift;
   }
   __syncthreads();
@@ -121,8 +122,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
     mbarrier_expect(bar, KV_BYTES);
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel)
-      tma_load_4d(at + panel * BN * 128, map, bar, panel * 64, where.k_start + (blocks - 1 - i) * BN,
-                  where.head / p.group, where.batch);
+      tma_load_4d(at + panel * BN * 128, map, bar, panel * 64, where.k_start + (blocks - 1 - i) * BN, where.kv_head,
+                  where.batch);
   };
   if (threadIdx.x == 0 && blocks > 0) {
     mbarrier_expect(q_full, Q_BYTES);
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
       for (int k = 0; k < KS; ++k)
 #pragma unroll
         for (int m = 0; m < MT; ++m)
-          ldmatrix(q_held[Q_REGISTERS ? k : 0][m], (q_at + (k / 4) * BM * 128 + m * 2048) ^ ((k % 4) * 32));
+          ldmatrix(q_held[Q_REGISTERS ? k : 0][m], (q_at ^ ((k % 4) * 32)) + (k / 4) * BM * 128 + m * 2048);
     }
   }
 
@@ -177,21 +178,20 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
     {
       const u32 k_at = columns_then_rows(k_tiles + stage * KV_BYTES, lane);
       constexpr int UNITS = KS * (BN / 16);
-      u32 b[2][4], a[MT][4];
+      u32 b[1][4], a[MT][4];
       auto fetch = [&](int unit) {
         const int k = unit / (BN / 16), n = unit % (BN / 16);
         if (!Q_REGISTERS && n == 0) {
 #pragma unroll
-          for (int m = 0; m < MT; ++m) ldmatrix(a[m], (q_at + (k / 4) * BM * 128 + m * 2048) ^ ((k % 4) * 32));
+          for (int m = 0; m < MT; ++m) ldmatrix(a[m], (q_at ^ ((k % 4) * 32)) + (k / 4) * BM * 128 + m * 2048);
         }
-        ldmatrix(b[unit & 1], (k_at + (k / 4) * BN * 128 + n * 2048) ^ ((k % 4) * 32));
+        ldmatrix(b[0], (k_at ^ ((k % 4) * 32)) + (k / 4) * BN * 128 + n * 2048);
       };
-      fetch(0);
 #pragma unroll
       for (int unit = 0; unit < UNITS; ++unit) {
         const int k = unit / (BN / 16), n = unit % (BN / 16);
-        if (unit + 1 < UNITS) fetch(unit + 1);
-        const u32(&f)[4] = b[unit & 1];
+        fetch(unit);
+        const u32(&f)[4] = b[0];
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
           const u32(&q)[4] = Q_REGISTERS ? q_held[Q_REGISTERS ? k : 0][m] : a[m];
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
       u32 b[2][4];
       auto fetch = [&](int unit) {
         const int k = unit / (D / 16), d = unit % (D / 16);
-        ldmatrix_transposed(b[unit & 1], (v_at + (d / 4) * BN * 128 + k * 2048) ^ ((d % 4) * 32));
+        ldmatrix_transposed(b[unit & 1], (v_at ^ ((d % 4) * 32)) + (d / 4) * BN * 128 + k * 2048);
       };
       fetch(0);
 #pragma unroll
@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
     }
 #pragma unroll
     for (int d = 0; d < D / 16; ++d) {
-      stmatrix((stage_at + (d / 4) * BM * 128 + m * 2048) ^ ((d % 4) * 32),
+      stmatrix((stage_at ^ ((d % 4) * 32)) + (d / 4) * BM * 128 + m * 2048,
                pack2(o[m][2 * d][0] * inverse[0], o[m][2 * d][1] * inverse[0]),
                pack2(o[m][2 * d][2] * inverse[1], o[m][2 * d][3] * inverse[1]),
                pack2(o[m][2 * d + 1][0] * inverse[0], o[m][2 * d + 1][1] * inverse[0]),
