@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -214,3 +215,23 @@ def test_examples_are_right_or_say_why_not(name: str, case: AttentionCase) -> No
         return
     verdict = judged(subject, case)
     assert verdict.passed, verdict.reason
+
+
+def test_the_example_scenario_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "attnbench", "run", str(EXAMPLES / "scenario.yaml"), "--only", "grouped*"]
+    done = subprocess.run(
+        [*command, "--device", "cpu", "--out", str(tmp_path)],
+        cwd=EXAMPLES.parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (records,) = tmp_path.glob("*/cases.jsonl")
+    outcomes = {}
+    for line in records.read_text().splitlines():
+        record = json.loads(line)
+        outcomes[Path(record["backend"]).name.split(":")[0], record["pass"]] = record["outcome"]
+    assert outcomes["python_function.py", "backward"] == "ok"
+    assert outcomes["triton_kernel.py", "backward"] == "checked"
+    assert outcomes["cuda_kernel.py", "forward"] == "unsupported"
