@@ -9,7 +9,7 @@ from typing import Any
 from attnbench.results.compare import VERDICTS, Comparison, Row, Verdict
 from attnbench.results.runs import Run
 from attnbench.results.store import to_json_text
-from attnbench.results.text import PASSES, Column, aligned, markdown, paint, wrap
+from attnbench.results.text import PASSES, Column, aligned, backend_name, markdown, paint, wrap
 
 SAME_ROWS_SHOWN = 40
 _COLUMNS = (
@@ -45,7 +45,7 @@ def _cells(row: Row) -> list[str]:
     _, backend, which = row.key
     return [
         row.label,
-        backend,
+        backend_name(backend),
         PASSES.get(which, which),
         milliseconds(row.base_ms),
         milliseconds(row.new_ms),
@@ -83,7 +83,7 @@ def sentence(comparison: Comparison) -> str:
     if slower:
         worst = max(slower, key=lambda r: r.ratio.value if r.ratio else 0)
         assert worst.ratio is not None
-        text += f" Worst: {worst.label}, {worst.key[1]} {worst.key[2]}, {worst.ratio.value:.3f} times the time of BASE."
+        text += f" Worst: {worst.label}, {backend_name(worst.key[1])} {worst.key[2]}, {worst.ratio.value:.3f} times the time of BASE."
     mean = comparison.mean()
     timed = sum(row.ratio is not None for row in rows)
     if mean is not None:

@@ -13,7 +13,17 @@ from attnbench.results.record import COULD_NOT_RUN, Record
 from attnbench.results.runs import Run
 from attnbench.results.statistics import RUN_TO_RUN, Ratio, geometric_mean, ratio_of_medians
 from attnbench.results.store import to_json_text
-from attnbench.results.text import PASSES, Column, aligned, comma_separated, markdown, paint, terminal_width, wrap
+from attnbench.results.text import (
+    PASSES,
+    Column,
+    aligned,
+    backend_name,
+    comma_separated,
+    markdown,
+    paint,
+    terminal_width,
+    wrap,
+)
 
 REFERENCES = ("eager", "compile", "sdpa_flash", "sdpa_cudnn", "flex", "fa4", "fa3", "flash_attn_res", "liger", "fla")
 """Backends that others are measured against. Every other one (ours, and a user's own) is a subject of sentences."""
@@ -97,6 +107,8 @@ def _cell(name: str, row: Figures, scales: dict[str, float]) -> str:
     value = row[name]
     if value is None:
         return ""
+    if name == "backend":
+        return backend_name(value)
     if name == "pass":
         return PASSES.get(str(value), str(value))
     if name == "median_ms":
@@ -197,7 +209,7 @@ def sentences(records: Iterable[Record]) -> list[str]:
             others = [b for b in backends if b != subject and (b in REFERENCES or subjects.index(subject) == 0)]
             told = [line for other in others if (line := _against(group, subject, other))]
             if told:
-                out.append(f"{subject}, {op} {which}:")
+                out.append(f"{backend_name(subject)}, {op} {which}:")
                 out += [f"  {line}" for line in told]
     return out + _troubles(rows)
 
@@ -219,12 +231,12 @@ def _against(group: Sequence[Record], subject: str, other: str) -> str:
         ratios.append(ratio_of_medians(a.median_ms, a_ci, b.median_ms, b_ci, allowance=allowance))
     if len(ratios) < len(shared):
         gone = len(shared) - len(ratios)
-        return f"no mean against {other}: {gone} of {over} {'has' if gone == 1 else 'have'} no time on one side"
+        return f"no mean against {backend_name(other)}: {gone} of {over} {'has' if gone == 1 else 'have'} no time on one side"
     value, half = geometric_mean(ratios)
     word = "faster" if value >= 1 else "slower"
     times = value if value >= 1 else 1 / value
     spread = max(half * times / value, 0.01)
-    return f"ran {times:.2f} ± {spread:.2f} times {word} than {other} over {over}" + (
+    return f"ran {times:.2f} ± {spread:.2f} times {word} than {backend_name(other)} over {over}" + (
         " (geometric mean)" if len(shared) > 1 else ""
     )
 
@@ -234,7 +246,7 @@ def _troubles(rows: Sequence[Record]) -> list[str]:
     for outcome in ("checked", "check-failed", *sorted(COULD_NOT_RUN), "unsupported"):
         found = [r for r in rows if r.outcome == outcome]
         if found:
-            backends = ", ".join(dict.fromkeys(r.backend for r in found))
+            backends = ", ".join(dict.fromkeys(backend_name(r.backend) for r in found))
             more = ", not timed" if outcome == "checked" else ""
             out.append(f"{len(found)} row{'s' if len(found) > 1 else ''} {outcome}{more} ({backends}).")
     flagged = [r for r in rows if "unconverged" in r.flags]

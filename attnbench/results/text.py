@@ -45,6 +45,11 @@ PASSES = {"forward": "fwd", "backward": "bwd", "forward_backward": "fwd+bwd"}
 """Short names of passes, so that eighty columns have room for figures."""
 
 
+def backend_name(backend: str) -> str:
+    """A backend as tables show it: of a user's own file, `my_kernel.py:MINE` without the folders."""
+    return backend.rsplit("/", 1)[-1]
+
+
 def terminal_width() -> int | None:
     """Columns to fit into: those of the terminal or of COLUMNS; None (no limit) in a pipe."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():

@@ -133,6 +133,15 @@ def test_a_cpu_is_told_in_giga() -> None:
     assert as_table(records, "csv").split("\n")[0].count("tflops") == 1  # files keep one unit
 
 
+def test_a_users_own_file_is_named_without_its_folders() -> None:
+    records = pair()
+    for r in records:
+        r.backend = r.backend.replace("triton", "some/where/my_kernel.py:MINE")
+    assert "  my_kernel.py:MINE  " in as_table(records)
+    assert "some/where/my_kernel.py:MINE" in as_table(records, "csv")
+    assert sentences(records)[0] == "my_kernel.py:MINE, attention forward:"
+
+
 def test_helpers() -> None:
     assert markdown([Column("a")], [["x|y"]]).endswith("| x\\|y |")
     assert wrap("attnbench run --only aaaa-bbbb", 10, "  ")[-1] == "  aaaa-bbbb"
