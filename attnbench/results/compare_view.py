@@ -83,7 +83,8 @@ def sentence(comparison: Comparison) -> str:
     if slower:
         worst = max(slower, key=lambda r: r.ratio.value if r.ratio else 0)
         assert worst.ratio is not None
-        text += f" Worst: {worst.label}, {backend_name(worst.key[1])} {worst.key[2]}, {worst.ratio.value:.3f} times the time of BASE."
+        who = f"{worst.label}, {backend_name(worst.key[1])} {worst.key[2]}"
+        text += f" Worst: {who}, {worst.ratio.value:.3f} times the time of BASE."
     mean = comparison.mean()
     timed = sum(row.ratio is not None for row in rows)
     if mean is not None:

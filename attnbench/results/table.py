@@ -231,7 +231,8 @@ def _against(group: Sequence[Record], subject: str, other: str) -> str:
         ratios.append(ratio_of_medians(a.median_ms, a_ci, b.median_ms, b_ci, allowance=allowance))
     if len(ratios) < len(shared):
         gone = len(shared) - len(ratios)
-        return f"no mean against {backend_name(other)}: {gone} of {over} {'has' if gone == 1 else 'have'} no time on one side"
+        have = "has" if gone == 1 else "have"
+        return f"no mean against {backend_name(other)}: {gone} of {over} {have} no time on one side"
     value, half = geometric_mean(ratios)
     word = "faster" if value >= 1 else "slower"
     times = value if value >= 1 else 1 / value
