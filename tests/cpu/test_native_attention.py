@@ -1,0 +1,193 @@
+"""The native attention op as far as it goes without a GPU: what it takes, what it refuses, its fake tensors."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import kernels_native
+from kernels_native import attention_op, launch, sm90_mma, tensor_map
+
+CALL: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "value_head_dim": 128, "heads": 8, "kv_heads": 2}
+
+
+@pytest.mark.parametrize("kernel", ["sm90", "sm90_mma"])
+def test_takes_the_plain_call(kernel: str) -> None:
+    for dtype in ("bf16", "fp16", torch.bfloat16, torch.float16):
+        reason = kernels_native.attention_unsupported(kernel, **{**CALL, "dtype": dtype}, causal=True, varlen=True)
+        assert reason is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "change", "words"),
+    [
+        ("sm90_mma", {"dtype": torch.float32}, "takes fp16 and bf16, not fp32"),
+        ("sm90_mma", {"head_dim": 192}, "head_dim that is a multiple of 8 up to 128, not 192"),
+        ("sm90_mma", {"value_head_dim": 136}, "value_head_dim that is a multiple of 8 up to 128, not 136"),
+        ("sm90", {"head_dim": 264}, "up to 256, not 264"),
+        ("sm90_mma", {"head_dim": 60}, "not 60"),
+        ("sm90_mma", {"kv_heads": 3}, "kv_heads that divide heads"),
+    ],
+)
+def test_says_why_not(kernel: str, change: dict[str, Any], words: str) -> None:
+    assert words in str(kernels_native.attention_unsupported(kernel, **{**CALL, **change}))
+
+
+def test_unknown_kernel() -> None:
+    with pytest.raises(ValueError, match=r"want 'sm90' or 'sm90_mma'"):
+        kernels_native.attention_unsupported("sm80", **CALL)
+
+
+def inputs(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(1, 8, heads, head_dim).to(dtype) for heads in (4, 2, 2))
+
+
+def test_errors_name_the_argument() -> None:
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match="q is on cpu"):
+        kernels_native.attention(q, k, v, kernel="sm90_mma")
+    with pytest.raises(ValueError, match="k has head dim 32"):
+        kernels_native.attention(q, k[..., :32], v, kernel="sm90_mma")
+    with pytest.raises(ValueError, match=r"fp16 and bf16, not fp32.*triton"):
+        kernels_native.attention(*inputs(dtype=torch.float32), kernel="sm90_mma")
+    cu = torch.tensor([0, 8])
+    with pytest.raises(TypeError, match=r"cu_seqlens_q is torch\.int64"):
+        kernels_native.attention(q[0], k[0], v[0], cu_seqlens_q=cu, cu_seqlens_k=cu, kernel="sm90_mma")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fake_tensors_have_the_shapes(packed: bool) -> None:
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 8, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+        v = v[..., :32]
+        cu = torch.empty(3, dtype=torch.int32) if packed else None
+        if packed:
+            q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        out, lse = attention_op._forward_op(q, k, v, cu, cu, True, 0.1, "sm90_mma", False)
+        assert out.shape == (*q.shape[:-1], 32)
+        assert out.is_contiguous()
+        assert lse.shape == ((4, 16) if packed else (2, 4, 8))
+        assert lse.dtype == torch.float32
+        grads = attention_op._backward_op(out, lse, q, k, v, out, lse, cu, cu, True, 0.1, False)
+        assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_what_tma_cannot_address_is_copied() -> None:
+    x = torch.randn(2, 40, 3, 64).to(torch.bfloat16)
+    for same in (x, x.transpose(1, 2), x[:, ::2], x[:, :1].expand(2, 1, 3, 64)):
+        assert tensor_map.tma_ready(same) is same
+    wide = torch.randn(2, 40, 3, 65).to(torch.bfloat16)
+    for other in (x[:, :1].expand_as(x), wide[..., 1:], x.transpose(1, 3)):
+        ready = tensor_map.tma_ready(other)
+        assert ready.is_contiguous()
+        assert torch.equal(ready, other)
+
+
+def test_maps_are_cached_and_legal(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(tensor_map, "_maps", {})
+    monkeypatch.setattr(tensor_map, "_encode", lambda *key: calls.append(key) or bytes(128))
+    x = torch.randn(2, 40, 3, 64).to(torch.bfloat16)
+    for _ in range(3):
+        tensor_map.row_map(x, "bf16", 128)
+    tensor_map.row_map(x[:1, :1, :1], "bf16", 128)
+    tensor_map.row_map(x[0], "bf16", 64)
+    assert len(calls) == 3
+    assert calls[0][2:5] == ((64, 40, 3, 2), (384, 128, 15360), (64, 128, 1, 1))
+    assert all(stride % 16 == 0 and stride for call in calls for stride in call[3])
+    assert tensor_map.row_map(x[:0], "bf16", 64) == bytes(128)
+
+
+def test_a_scale_that_is_not_positive_moves_into_the_queries() -> None:
+    q = torch.randn(4, 2, 8)
+    for scale in (0.5, -0.5):
+        positive, size = sm90_mma.positive_scale(q, scale)
+        assert size > 0
+        torch.testing.assert_close(positive * size, q * scale)
+    assert 0 < sm90_mma.positive_scale(q, 0.0)[1] < 1e-20
+
+
+class Recorder:
+    """Stands in for a loaded kernel."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple[int, int, int], bytes]] = []
+
+    def launch(self, grid: tuple[int, int, int], params: bytes, stream: int) -> None:
+        self.launches.append((grid, params))
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder()
+    monkeypatch.setattr(sm90_mma, "_forward_kernel", lambda *_: found)
+    monkeypatch.setattr(sm90_mma, "_backward_kernels", lambda *_: (found,) * 3)
+    monkeypatch.setattr(sm90_mma, "current_stream", lambda _: 0)
+    monkeypatch.setattr(tensor_map, "_encode", lambda *_: bytes(128))
+    return found
+
+
+def test_grids_cover_dense_and_packed(recorder: Recorder) -> None:
+    q, k, v = (torch.randn(2, 300, heads, 64).to(torch.bfloat16) for heads in (4, 2, 2))
+    out, lse = sm90_mma.forward(q, k, v, None, None, True, 0.125)
+    sm90_mma.backward(out, lse, q, k, v, out, lse, None, None, True, 0.125, True)
+    assert [grid[0] for grid, _ in recorder.launches] == [3 * 4 * 2, 5 * 2 * 4, 3 * 2 * 2, 5 * 2 * 4]
+    recorder.launches.clear()
+    cu = torch.tensor([0, 0, 300], dtype=torch.int32)
+    packed = [x[0] for x in (q, k, v)]
+    out, lse = sm90_mma.forward(*packed, cu, cu, True, 0.125)
+    sm90_mma.backward(out, lse, *packed, out, lse, cu, cu, True, 0.125, False)
+    assert [grid[0] for grid, _ in recorder.launches] == [(2 + 3) * 4, (4 + 3) * 4, (2 + 3) * 2, (4 + 3) * 4]
+
+
+def test_scale_and_strides_reach_the_kernel(recorder: Recorder) -> None:
+    q, k, v = (torch.randn(2, 300, heads, 64).to(torch.bfloat16) for heads in (4, 2, 2))
+    sm90_mma.forward(q, k, v, None, None, False, 0.5)
+    fields = sm90_mma._FORWARD.unpack(recorder.launches[0][1])
+    assert fields[5:10] == (256, 64, 300 * 256, 300, 1200)
+    assert fields[10:18] == (2, 300, 300, 4, 2, 3, 8, 64)
+    assert fields[18] == pytest.approx(0.5 * 1.4426950408889634)
+
+
+def test_nothing_is_launched_where_there_is_no_query(recorder: Recorder) -> None:
+    q, k, v = torch.empty(0, 8, 4, 64), torch.empty(0, 8, 2, 64), torch.empty(0, 8, 2, 64)
+    out, lse = sm90_mma.forward(*(x.to(torch.bfloat16) for x in (q, k, v)), None, None, False, 1.0)
+    assert out.shape == (0, 8, 4, 64)
+    assert lse.shape == (0, 4, 8)
+    assert recorder.launches == []
+
+
+def test_launch_failures_name_kernel_and_limit() -> None:
+    class Error:
+        name = "CUDA_ERROR_INVALID_VALUE"
+
+    kernel = launch.Kernel.__new__(launch.Kernel)
+    kernel.specialisation = sm90_mma.forward_specialisation(64, True, "bf16")
+    kernel.built = type("Built", (), {"registers": 230, "shared_bytes": 51200})()
+    kernel.function, kernel._block, kernel._shared, kernel._success = None, 128, 49152, object()
+    kernel._launch = lambda *_: (Error(),)
+    with pytest.raises(kernels_native.LaunchFailed, match=r"attention_forward<64.*230 registers.*65535"):
+        kernel.launch((1, 70000, 1), bytes(8), 0)
+    kernel.launch((0, 1, 1), bytes(8), 0)
+
+
+def test_parameter_bytes_are_passed_whole() -> None:
+    import ctypes
+
+    seen: list[bytes] = []
+
+    def fake(function: Any, *rest: Any) -> tuple[Any, ...]:
+        array = ctypes.cast(rest[8], ctypes.POINTER(ctypes.c_void_p))
+        assert array[0] is not None
+        seen.append(ctypes.string_at(array[0], 12))
+        return (success,)
+
+    success = object()
+    kernel = launch.Kernel.__new__(launch.Kernel)
+    kernel.function, kernel._block, kernel._shared, kernel._success, kernel._launch = None, 1, 0, success, fake
+    kernel.launch((1, 1, 1), struct.pack("<iq", 7, -3), 0)
+    assert seen == [struct.pack("<iq", 7, -3)]
