@@ -8,6 +8,7 @@ Each body is a plain function with keyword arguments that returns the exit code:
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from pathlib import Path
@@ -43,6 +44,9 @@ RESULTS = Path("results")
 
 def main() -> None:
     """Entry point of the `attnbench` script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without `±` gets `?`, not a traceback
     app(prog_name="attnbench")
 
 

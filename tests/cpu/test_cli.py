@@ -154,6 +154,12 @@ def test_a_closed_pipe_is_quiet(results: Path) -> None:
     assert process.wait() == 141
 
 
+def test_a_terminal_without_unicode_is_no_error(results: Path) -> None:
+    done = attnbench("compare", "a" * 10, "b" * 10, "--results", str(results), PYTHONIOENCODING="ascii")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+
+
 def in_terminal(*arguments: str, **environment: str) -> str:
     """What a command prints to a terminal of 80 columns."""
     import pty
