@@ -9,10 +9,17 @@ MANY = 4096  # a sweep compiles one function for every shape of it
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """`torch.compile(function, dynamic=False)`; running out of recompilations is an error rather than eager code."""
+    """`torch.compile(function, dynamic=False)`; running out of recompilations is an error rather than eager code.
+
+    A compiled backward may reuse its saved buffers, which a graph that is kept for a second backward does not survive:
+    that is switched off.
+    """
     import torch
     import torch._dynamo.config as config
+    import torch._functorch.config as functorch
 
+    if hasattr(functorch, "donated_buffer"):
+        functorch.donated_buffer = False
     for name, value in (
         ("recompile_limit", MANY),
         ("accumulated_recompile_limit", MANY),
