@@ -22,6 +22,7 @@ Verdict = Literal["regressed", "improved", "same", "ambiguous", "incomparable", 
 VERDICTS: tuple[Verdict, ...] = ("regressed", "improved", "same", "ambiguous", "incomparable", "missing")
 
 LEVEL = 0.05
+_UNSTEADY = frozenset({"unconverged", "bimodal", "throttled", "contended"})
 _DISTURBED = frozenset({"throttled", "contended"})
 CLOSE_CALLS = 200
 """How many of the cases nearest to a different verdict are judged again from their samples."""
@@ -248,9 +249,9 @@ def _judge(key: Key, base: Record, new: Record, ratio: Ratio, margin: float) -> 
 def _remarks(base: Record, new: Record) -> str:
     parts = []
     for flag in dict.fromkeys([*base.flags, *new.flags]):
-        if flag not in ("interpreted", "peak unknown"):
-            side = "both" if flag in base.flags and flag in new.flags else "BASE" if flag in base.flags else "NEW"
-            parts.append(f"{flag} ({side})")
+        both = flag in base.flags and flag in new.flags
+        if not both or flag in _UNSTEADY:  # other flags on both sides are no news, and throw no doubt on a time
+            parts.append(f"{flag} ({'both' if both else 'BASE' if flag in base.flags else 'NEW'})")
     if base.ran_by != new.ran_by:
         parts.append(f"ran by {base.ran_by or base.backend} → {new.ran_by or new.backend}")
     if base.tuned != new.tuned:

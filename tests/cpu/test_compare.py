@@ -193,6 +193,20 @@ def test_a_cpu_needs_a_larger_change_and_says_so() -> None:
     assert any("timed on a CPU" in note for note in slower.notes)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        (["nondeterministic"], ["nondeterministic"], ""),
+        ([], ["nondeterministic"], "nondeterministic (NEW)"),
+        (["bimodal"], ["bimodal"], "bimodal (both)"),
+        (["unconverged"], [], "unconverged (BASE)"),
+    ],
+)
+def test_flags_are_told_where_they_are_news_or_throw_doubt(before: list[str], now: list[str], told: str) -> None:
+    (row,) = compare(run_of(some(1, flags=before)), run_of(some(1, flags=now))).rows
+    assert (row.verdict, row.reason) == ("same", told)
+
+
 def check(ratio: float, passed: bool = True) -> dict[str, Any]:
     return {"check": {"out": TensorCheck(1e-3, 1e-3, 0.1, True), "dq": TensorCheck(1e-3, 1e-3, ratio, passed)}}
 
