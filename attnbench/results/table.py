@@ -227,8 +227,11 @@ def _against(group: Sequence[Record], subject: str, other: str) -> str:
         if not a.median_ms or not b.median_ms:
             continue
         a_ci, b_ci = a.ci_ms or [a.median_ms] * 2, b.ci_ms or [b.median_ms] * 2
+        # The baseline's turns between this one's samples met the same clocks; its own row may not have.
+        b_ms = (a.baseline_median_ms if a.baseline == other else None) or b.median_ms
+        b_ci = [x * b_ms / b.median_ms for x in b_ci]
         allowance = RUN_TO_RUN.get(a.timer or "", max(RUN_TO_RUN.values()))
-        ratios.append(ratio_of_medians(a.median_ms, a_ci, b.median_ms, b_ci, allowance=allowance))
+        ratios.append(ratio_of_medians(a.median_ms, a_ci, b_ms, b_ci, allowance=allowance))
     if len(ratios) < len(shared):
         gone = len(shared) - len(ratios)
         have = "has" if gone == 1 else "have"

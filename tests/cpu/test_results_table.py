@@ -100,6 +100,13 @@ def test_the_sentence_names_times_cases_and_mean() -> None:
     )
 
 
+def test_against_the_baseline_its_interleaved_median_counts() -> None:
+    records = pair()
+    for r in records[::2]:
+        r.baseline, r.baseline_median_ms = "flex", 1.5
+    assert "ran 1.50 ± 0.01 times faster than flex" in sentences(records)[1]
+
+
 def test_a_mean_over_a_part_of_the_cases_is_withheld() -> None:
     records = pair()
     records[3].outcome, records[3].median_ms = "timeout", None
