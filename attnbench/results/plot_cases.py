@@ -85,11 +85,10 @@ def _dots(
             axes.axvline(ceiling[1], color=GREY, linewidth=0.9, linestyle=":")
             axes.annotate(
                 f"{ceiling[0]}, measured",
-                (ceiling[1], 0.02),
+                (ceiling[1], 1),
                 xycoords=("data", "axes fraction"),
-                xytext=(-2, 0),
+                xytext=(0, 3),
                 textcoords="offset points",
-                rotation=90,
                 ha="right",
                 fontsize=7.5,
                 color=GREY,
