@@ -72,29 +72,39 @@ def dense(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, S, D]
     if ratio > 1:
         k, v = k.repeat_interleave(ratio, dim=1), v.repeat_interleave(ratio, dim=1)
-    scores = _Scores.apply(q, k) * scale
+    hidden = None
     if causal:
         hidden = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).triu(seqlen_k - seqlen_q + 1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    out = scores.softmax(-1).to(q.dtype) @ v
-    return out.transpose(1, 2), scores.logsumexp(-1)
+    scores = _Scores.apply(q, k, scale, hidden)
+    p = scores.softmax(-1)
+    # The likeliest key has p = exp(top - lse): two reductions, where logsumexp would pass over the scores five times.
+    lse = scores.amax(-1) - p.amax(-1).log()
+    return (p.to(q.dtype) @ v).transpose(1, 2), lse
 
 
 class _Scores(torch.autograd.Function):
-    """q kᵀ in fp32 from 16-bit operands: `q @ k.mT` would round the scores, and with them lse, to 16 bits."""
+    """scale q kᵀ in fp32 from 16-bit operands: `q @ k.mT` would round the scores, and with them lse, to 16 bits."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:  # [B, H, Sq, D], [B, H, Sk, D]
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,  # [B, H, Sq, D]
+        k: torch.Tensor,  # [B, H, Sk, D]
+        scale: float,
+        hidden: torch.Tensor | None,  # [Sq, Sk]
+    ) -> torch.Tensor:
         ctx.save_for_backward(q, k)
-        if q.dtype == torch.float32:
-            return q @ k.mT
-        if q.is_cuda:
+        ctx.scale = scale
+        if q.is_cuda and q.dtype != torch.float32:
             scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out_dtype=torch.float32)
-            return scores.unflatten(0, q.shape[:2])
-        return q.float() @ k.float().mT
+            scores = scores.unflatten(0, q.shape[:2])
+        else:
+            scores = q.float() @ k.float().mT
+        scores.mul_(scale)
+        return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
 
     @staticmethod
-    def backward(ctx: Any, d_scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, d_scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         q, k = ctx.saved_tensors
-        d_scores = d_scores.to(q.dtype)
-        return d_scores @ k, d_scores.mT @ q
+        d_scores = d_scores.to(q.dtype)  # hidden scores have p = 0, and so no gradient
+        return d_scores @ k * ctx.scale, d_scores.mT @ q * ctx.scale, None, None
