@@ -12,6 +12,8 @@
 //   CAUSAL, VARLEN        0 or 1
 //   DYNAMIC               tiles are handed out in order instead of dealt to and fro
 //   PINGPONG              warpgroups take turns at the tensor cores
+//   DIAGONAL_HALVES       causal, BLOCK_N and the tile 128, keys - rows a multiple of 128: the first warpgroup sees only
+//                         the left half of the tile's last key block and computes only that
 //   Q_REGISTERS           Q is held in registers instead of being read from shared memory again and again
 //   RESCALE_EARLY         O is rescaled before P V is issued instead of after it is done
 //   EXP_FIRST             see keep_order
@@ -210,25 +212,27 @@ struct Queries {
   }
 };
 
-// S = Q K^T of one warpgroup
-__device__ __forceinline__ void issue_scores(float (&s)[BLOCK_N / 2], const Queries& q, u64 k) {
+// S = Q K^T of one warpgroup, for the first COLUMNS keys of the block
+template <int COLUMNS>
+__device__ __forceinline__ void issue_scores(float (&s)[COLUMNS / 2], const Queries& q, u64 k) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 16; ++i) {
     const u32 q_step = (i / 4) * kQPanel + (i % 4) * 32;
     const u32 k_step = (i / 4) * kKPanel + (i % 4) * 32;
 #if Q_REGISTERS
-    Wgmma<BLOCK_N>::rs<0, 0>(s, q.fragments[i], k + (k_step >> 4), i > 0);
+    Wgmma<COLUMNS>::template rs<0, 0>(s, q.fragments[i], k + (k_step >> 4), i > 0);
 #else
-    Wgmma<BLOCK_N>::ss<0>(s, q.descriptor + (q_step >> 4), k + (k_step >> 4), i > 0);
+    Wgmma<COLUMNS>::template ss<0>(s, q.descriptor + (q_step >> 4), k + (k_step >> 4), i > 0);
 #endif
   }
 }
 
-// O += P V
+// O += P V, for the keys of k-steps FIRST to LAST
+template <int FIRST, int LAST>
 __device__ __forceinline__ void issue_output(float (&o)[HEAD_DIM_V / 2], const u32 (&weights)[BLOCK_N / 16][4], u64 v) {
   constexpr int kWhole = HEAD_DIM_V / 64 * 64;
 #pragma unroll
-  for (int i = 0; i < BLOCK_N / 16; ++i) {
+  for (int i = FIRST; i < LAST; ++i) {
     Wgmma<kWhole>::rs<0, 1>(o, weights[i], v + (i * 2048 >> 4), 1);
 #if HEAD_DIM_V % 64
     Wgmma<HEAD_DIM_V - kWhole>::rs<kWhole / 2, 1>(o, weights[i], v + ((kWhole / 64 * kKPanel + i * 2048) >> 4), 1);
@@ -269,8 +273,11 @@ __device__ __forceinline__ void zero_tail(u32 v_smem, int first, int thread) {
   fence_async_proxy();
 }
 
-__device__ __forceinline__ void consume(const Params& p, Control& control, u32 q_smem, u32 k_smem, u32 v_smem) {
-  const int wg = threadIdx.x / 128 - 1;
+// Everything one consumer warpgroup does. LeftHalf: of the last key block that its tile needs, this warpgroup sees the
+// left half only, and computes only that. (Known when built: the assembler serialises products of two widths in the
+// branches of one loop.)
+template <class LeftHalf>
+__device__ __forceinline__ void consume(const Params& p, Control& control, int wg, u32 q_smem, u32 k_smem, u32 v_smem) {
   const int thread = threadIdx.x & 127;
   const int warp = thread / 32;
   const int lane = thread & 31;
@@ -282,13 +289,76 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, u32 q
   float s[BLOCK_N / 2];
   u32 weights[BLOCK_N / 16][4];
   float factor[2];
+  Queries q;
   RowState row;
-  int step = 0;
+  int step = 0;         // key blocks of all tiles so far
   bool stored = false;  // this thread's last store may still read its Q buffer
 
-  for (int round = 0;; ++round) {
+  const auto release_q = [&](int stage) {
+    if (stored) {
+      tma_store_wait_read();
+      mbarrier_arrive(smem_address(&control.q_empty[stage]));
+      stored = false;
+    }
+  };
+  const auto wait_k = [&](int i) { mbarrier_wait(smem_address(&control.k_full[i % STAGES]), i / STAGES & 1); };
+  const auto wait_v = [&](int i) { mbarrier_wait(smem_address(&control.v_full[i % STAGES]), i / STAGES & 1); };
+  const auto release_k = [&](int i) {
+    if (leader) mbarrier_arrive(smem_address(&control.k_empty[i % STAGES]));
+  };
+  const auto release_v = [&](int i) {
+    if (leader) mbarrier_arrive(smem_address(&control.v_empty[i % STAGES]));
+  };
+  const auto k_tile = [&](int i) { return wgmma_k_major(k_smem + i % STAGES * kKBytes); };
+  const auto v_tile = [&](int i) { return wgmma_mn_major(v_smem + i % STAGES * kVBytes, kKPanel); };
+
+  // Waits for the tile of a round and for its first K block, takes its Q; false where it has no keys or is none.
+  const auto open = [&](int round, int first_step) {
     const int qs = round % Q_STAGES;
     mbarrier_wait(smem_address(&control.q_full[qs]), round / Q_STAGES & 1);
+    const Tile& tile = control.tiles[qs];
+    if (tile.row < 0) return false;
+    const KeyBlocks blocks = key_blocks(tile);
+    if (blocks.end == 0) return false;
+    q.load(q_smem + qs * kQBytes + wg * 64 * 128, warp, lane);
+    wait_k(first_step);
+    return true;
+  };
+  // P V of a block, or of its left half.
+  const auto issue_block = [&](int i, auto left_half) {
+    wgmma_fence();
+    issue_output<0, decltype(left_half)::value ? BLOCK_N / 32 : BLOCK_N / 16>(o, weights, v_tile(i));
+    wgmma_commit();
+  };
+  // The tile's first scores, from fence to wait.
+  const auto first_scores = [&](int i, auto before_wait) {
+    wgmma_fence();
+    if constexpr (LeftHalf::value) {
+      float left[BLOCK_N / 4];
+      issue_scores<BLOCK_N / 2>(left, q, k_tile(i));
+      wgmma_commit();
+      before_wait();
+      wgmma_wait<0>();
+      registers_fence(left);
+#pragma unroll
+      for (int j = 0; j < BLOCK_N / 2; ++j) s[j] = j < BLOCK_N / 4 ? left[j % (BLOCK_N / 4)] : -ATTN_INFINITY;
+    } else {
+      issue_scores<BLOCK_N>(s, q, k_tile(i));
+      wgmma_commit();
+      before_wait();
+      wgmma_wait<0>();
+      registers_fence(s);
+    }
+    release_k(i);
+  };
+  const auto nothing = [] {};
+  const auto pass_turn = [&] {
+    if (PINGPONG) named_barrier_arrive(next_turn, 256);
+  };
+
+  if (open(0, 0)) first_scores(0, nothing);
+  for (int round = 0;; ++round) {
+    const int qs = round % Q_STAGES;
     const Tile& tile = control.tiles[qs];  // read again where needed: registers are scarce
     if (tile.row < 0) break;
     const KeyBlocks blocks = key_blocks(tile);
@@ -298,22 +368,6 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, u32 q
 #pragma unroll
     for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[i] = 0.f;
 
-    const auto release_q = [&](int stage) {
-      if (stored) {
-        tma_store_wait_read();
-        mbarrier_arrive(smem_address(&control.q_empty[stage]));
-        stored = false;
-      }
-    };
-    const auto k_stage = [&](int i) { return i % STAGES; };
-    const auto wait_k = [&](int i) { mbarrier_wait(smem_address(&control.k_full[i % STAGES]), i / STAGES & 1); };
-    const auto wait_v = [&](int i) { mbarrier_wait(smem_address(&control.v_full[i % STAGES]), i / STAGES & 1); };
-    const auto release_k = [&](int i) {
-      if (leader) mbarrier_arrive(smem_address(&control.k_empty[i % STAGES]));
-    };
-    const auto release_v = [&](int i) {
-      if (leader) mbarrier_arrive(smem_address(&control.v_empty[i % STAGES]));
-    };
     const auto mask = [&](int block) {
       const int first = block * BLOCK_N + 2 * (lane & 3);
       int limit0 = tile.keys, limit1 = tile.keys;
@@ -326,15 +380,7 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, u32 q
     };
 
     if (blocks.end > 0) {
-      Queries q;
-      q.load(q_tile, warp, lane);
-      wait_k(step);
-      wgmma_fence();
-      issue_scores(s, q, wgmma_k_major(k_smem + k_stage(step) * kKBytes));
-      wgmma_commit();
-      wgmma_wait<0>();
-      registers_fence(s);
-      release_k(step);
+      // The first block's scores are there: open() of this round.
       if (blocks.end > blocks.first_masked) mask(blocks.end - 1);
       softmax_step<0, 0, 1>(s, row, factor, p.scale_log2);
       factor[0] = factor[1] = 1.f;
@@ -350,18 +396,16 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, u32 q
         }
       }
 
-      const auto advance = [&](int block, auto masked) {
+      const auto advance = [&](int block, auto masked, auto left_half) {
         wait_k(step + 1);
         if (PINGPONG) named_barrier_sync(turn, 256);
         wgmma_fence();
-        issue_scores(s, q, wgmma_k_major(k_smem + k_stage(step + 1) * kKBytes));
+        issue_scores<BLOCK_N>(s, q, k_tile(step + 1));
         wgmma_commit();
         if (RESCALE_EARLY && rescale) rescale_output(o, factor);
         wait_v(step);
-        wgmma_fence();
-        issue_output(o, weights, wgmma_mn_major(v_smem + step % STAGES * kVBytes, kKPanel));
-        wgmma_commit();
-        if (PINGPONG) named_barrier_arrive(next_turn, 256);
+        issue_block(step, left_half);
+        pass_turn();
         wgmma_wait<1>();
         registers_fence(s);
         release_k(step + 1);
@@ -376,18 +420,31 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, u32 q
         ++step;
       };
       int block = blocks.end - 2;
-      for (; block >= blocks.first_masked; --block) advance(block, Masked{});
-      for (; block >= 0; --block) advance(block, Unmasked{});
+      if constexpr (LeftHalf::value) {
+        if (block >= 0) advance(block--, Yes{}, Yes{});
+      }
+      for (; block >= blocks.first_masked; --block) advance(block, Yes{}, No{});
+      for (; block >= 0; --block) advance(block, No{}, No{});
 
+      // The last P V, and with it the next tile's first scores.
       if (RESCALE_EARLY && rescale) rescale_output(o, factor);
+      const bool ahead = Q_STAGES > 1 && open(round + 1, step + 1);
       wait_v(step);
-      wgmma_fence();
-      issue_output(o, weights, wgmma_mn_major(v_smem + step % STAGES * kVBytes, kKPanel));
-      wgmma_commit();
-      wgmma_wait<0>();
+      if (PINGPONG) named_barrier_sync(turn, 256);
+      // Conditional products stand whole in each branch: the assembler serialises what it must patch up.
+      if (ahead) {
+        issue_block(step, No{});
+        first_scores(step + 1, pass_turn);
+      } else {
+        issue_block(step, No{});
+        pass_turn();
+        wgmma_wait<0>();
+      }
       registers_fence(o);
       release_v(step);
       ++step;
+    } else if (Q_STAGES > 1 && open(round + 1, step)) {
+      first_scores(step, nothing);
     }
     release_q((round + Q_STAGES - 1) % Q_STAGES);
 
@@ -443,7 +500,10 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, u32 q
       named_barrier_sync(together, 128);  // every thread is done reading O
     }
     stored = thread == 0;
-    if (Q_STAGES == 1) release_q(qs);
+    if (Q_STAGES == 1) {
+      release_q(qs);
+      if (open(round + 1, step)) first_scores(step, nothing);
+    }
   }
   if (thread == 0) tma_store_wait();
 }
@@ -475,11 +535,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_forward(const __g
   }
   __syncthreads();
 
-  if (threadIdx.x < 128) {
+  // Shuffled, so that the compiler knows it to be alike across the warp.
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
     registers_shrink<kProducerRegisters>();
     if (threadIdx.x < 32) produce(p, control, q_smem, k_smem, v_smem);
   } else {
     registers_grow<kConsumerRegisters>();
-    consume(p, control, q_smem, k_smem, v_smem);
+#if DIAGONAL_HALVES
+    if (warpgroup == 1) {
+      consume<Yes>(p, control, 0, q_smem, k_smem, v_smem);
+    } else {
+      consume<No>(p, control, 1, q_smem, k_smem, v_smem);
+    }
+#else
+    consume<No>(p, control, warpgroup - 1, q_smem, k_smem, v_smem);
+#endif
   }
 }

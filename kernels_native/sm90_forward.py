@@ -39,6 +39,7 @@ class Config:
     q_stages: int = 2
     dynamic: bool = True
     pingpong: bool = True
+    diagonal_halves: bool = False
     q_registers: bool = False
     rescale_early: bool = False
     exp_first: bool = True
@@ -70,6 +71,7 @@ class Config:
             "VARLEN": int(self.varlen),
             "DYNAMIC": int(self.dynamic),
             "PINGPONG": int(self.pingpong),
+            "DIAGONAL_HALVES": int(self.causal and self.diagonal_halves),
             "Q_REGISTERS": int(self.q_registers),
             "RESCALE_EARLY": int(self.rescale_early),
             "EXP_FIRST": int(self.exp_first),

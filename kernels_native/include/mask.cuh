@@ -3,10 +3,11 @@
 
 namespace attn {
 
-struct Masked {
+// Tags for what is known when the code is built.
+struct Yes {
   static constexpr bool value = true;
 };
-struct Unmasked {
+struct No {
   static constexpr bool value = false;
 };
 
