@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels_triton.attention_tiles import INTERPRETED, LOG2E, load_tile, sequence, tile_and_pair
+from kernels_triton.attention_tiles import INTERPRETED, LOG2E, SIZES, load_tile, sequence, tile_and_pair
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _dq_step(
     return tl.dot(ds, k, dq, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def attention_dq_kernel(
     q_desc, k_desc, v_desc, do_desc, out_desc, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr,
     batch, heads, seqlen_q, seqlen_k, tokens_q, tiles, group, scale_log2, scale,
@@ -171,7 +171,7 @@ def _dkv_step(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def attention_dkv_kernel(
     q_desc, k_desc, v_desc, do_desc, shift_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
     batch, kv_heads, seqlen_q, seqlen_k, tokens_q, tokens_k, tiles, group, scale_log2, scale,

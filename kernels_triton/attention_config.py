@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,11 +31,12 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """What a choice of tile depends on. `head_dim` is the larger head dim, padded; `length` a power of two."""
+    """What a choice of tile depends on; head dims are padded, `length` is a power of two from 512 to 4096."""
 
     kernel: str
     dtype: torch.dtype
     head_dim: int
+    value_head_dim: int
     causal: bool
     varlen: bool
     grouped: bool
@@ -44,7 +46,10 @@ class ConfigKey:
     def label(self) -> str:
         kind = f"{'varlen' if self.varlen else 'dense'} {'causal' if self.causal else 'full'}"
         group = " grouped" if self.grouped else ""
-        return f"{self.kernel} {str(self.dtype).removeprefix('torch.')} d{self.head_dim} {kind}{group} {self.length}"
+        dims = (
+            f"d{self.head_dim}" if self.head_dim == self.value_head_dim else f"d{self.head_dim}/{self.value_head_dim}"
+        )
+        return f"{self.kernel} {str(self.dtype).removeprefix('torch.')} {dims} {kind}{group} {self.length}"
 
 
 def padded(head_dim: int) -> int:
@@ -60,7 +65,8 @@ def config_key(kernel: str, args: AttentionArgs) -> ConfigKey:
     return ConfigKey(
         kernel=kernel,
         dtype=args.q.dtype,
-        head_dim=padded(max(args.head_dim, args.value_head_dim)),
+        head_dim=padded(args.head_dim),
+        value_head_dim=padded(args.value_head_dim),
         causal=args.causal,
         varlen=args.varlen,
         grouped=args.heads != args.kv_heads,
@@ -74,17 +80,23 @@ _FULL_PRECISION = {
     "dkv": (TileConfig(32, 32, 8, 1), TileConfig(32, 64, 8, 1), TileConfig(32, 32, 4, 2)),
 }
 _HALF_PRECISION = {
-    ("forward", 64): (TileConfig(64, 128, 4, 3), TileConfig(128, 64, 4, 3), TileConfig(64, 64, 4, 3)),
-    ("forward", 128): (TileConfig(128, 64, 4, 2), TileConfig(64, 64, 4, 3), TileConfig(128, 128, 8, 3)),
+    ("forward", 64): (TileConfig(128, 128, 4, 2, gluon=True), TileConfig(64, 128, 4, 3), TileConfig(128, 64, 4, 3)),
+    ("forward", 128): (TileConfig(128, 128, 4, 2, gluon=True), TileConfig(64, 64, 4, 3), TileConfig(128, 64, 4, 2)),
     ("forward", 256): (TileConfig(128, 64, 8, 2), TileConfig(128, 32, 8, 3), TileConfig(64, 64, 4, 2)),
     ("dq", 64): (TileConfig(128, 64, 4, 3), TileConfig(64, 64, 4, 3), TileConfig(128, 64, 8, 3)),
     ("dq", 128): (TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 2), TileConfig(128, 32, 4, 3)),
     ("dq", 256): (TileConfig(64, 32, 4, 2), TileConfig(64, 64, 8, 2), TileConfig(128, 32, 8, 1)),
-    ("dkv", 64): (TileConfig(64, 128, 8, 3), TileConfig(128, 128, 8, 2), TileConfig(64, 64, 4, 3)),
-    ("dkv", 128): (TileConfig(64, 128, 8, 2), TileConfig(64, 64, 4, 2), TileConfig(64, 128, 8, 3)),
+    ("dkv", 64): (TileConfig(128, 64, 4, 2), TileConfig(64, 64, 4, 3), TileConfig(128, 128, 8, 2)),
+    ("dkv", 128): (TileConfig(64, 64, 4, 2), TileConfig(64, 128, 8, 3), TileConfig(64, 128, 8, 2)),
     ("dkv", 256): (TileConfig(64, 64, 8, 1), TileConfig(32, 64, 8, 2), TileConfig(64, 64, 8, 2)),
 }
 _chosen: dict[ConfigKey, TileConfig] = {}
+
+
+@cache
+def _on_hopper() -> bool:
+    """Gluon's kernels multiply with wgmma, which only compute capability 9 has."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def candidates(key: ConfigKey) -> tuple[TileConfig, ...]:
@@ -93,7 +105,10 @@ def candidates(key: ConfigKey) -> tuple[TileConfig, ...]:
         return (TileConfig(32, 32, 4, 1),)
     if key.dtype == torch.float32:
         return _FULL_PRECISION[key.kernel]
-    return _HALF_PRECISION[key.kernel, max(64, key.head_dim)]
+    table = _HALF_PRECISION[key.kernel, max(64, key.head_dim, key.value_head_dim)]
+    if min(key.head_dim, key.value_head_dim) < 64 or not _on_hopper():
+        return tuple(config for config in table if not config.gluon)
+    return table
 
 
 def config_for(key: ConfigKey) -> TileConfig:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels_triton.attention_tiles import INTERPRETED, LN2, load_tile, sequence, tile_and_pair
+from kernels_triton.attention_tiles import INTERPRETED, LN2, SIZES, load_tile, sequence, tile_and_pair
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _step(
     return acc, row_sum, new_max
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def attention_forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
     batch, heads, seqlen_q, seqlen_k, tokens_q, tiles, group, scale_log2,

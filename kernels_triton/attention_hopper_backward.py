@@ -25,6 +25,7 @@ from kernels_triton.attention_hopper_tiles import (
     tile_and_pair,
     zero_rows_from,
 )
+from kernels_triton.attention_tiles import SIZES
 
 
 @gluon.jit
@@ -63,12 +64,50 @@ def _dq_step(t, dq, q, do, shift, delta, k_smem, v_smem, k_full, k_empty, v_full
 
 
 @gluon.jit
+def _dq_ahead(t, dq, ds, q, do, shift, delta, k_smem, v_smem, k_full, k_empty, v_full, v_empty, rows, n, k_len, offset,
+              scale_log2, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+              CAUSAL: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr):  # fmt: skip
+    """dS of tile `t` and, meanwhile, dS K of tile `t - 1`."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    stage = t % STAGES
+    before = (t + STAGES - 1) % STAGES
+    phase = (t // STAGES) & 1
+    k = k_smem.index(stage).reshape([BLOCK_N, D])
+    v = v_smem.index(stage).reshape([BLOCK_N, DV])
+    zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
+    mbarrier.wait(k_full.index(stage), phase)
+    scores = warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(stage), phase)
+    # dP - delta: the accumulator starts at -delta.
+    dp = zero - gl.expand_dims(delta, 1)
+    dp = warpgroup_mma(do, v.permute([1, 0]), dp, is_async=True)
+    if FIRST:
+        scores, dp = warpgroup_mma_wait(0, deps=[scores, dp])
+    else:
+        dq = warpgroup_mma(ds, k_smem.index(before).reshape([BLOCK_N, D]), dq, is_async=True)
+        scores, dp = warpgroup_mma_wait(1, deps=[scores, dp])
+    mbarrier.arrive(v_empty.index(stage))
+    new_ds = gl.exp2(scores * scale_log2 - gl.expand_dims(shift, 1)) * dp
+    if MASKED:
+        columns = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+        live = gl.expand_dims(columns < k_len, 0)
+        if CAUSAL:
+            live = live & (gl.expand_dims(columns, 0) <= gl.expand_dims(rows + offset, 1))
+        new_ds = gl.where(live, new_ds, 0.0)
+    if not FIRST:
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.arrive(k_empty.index(before))
+    return dq, gl.convert_layout(new_ds.to(k_smem.dtype), gl.DotOperandLayout(0, dq_layout, 2))
+
+
+@gluon.jit
 def _dq_consume(member, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, out_base, lse_base,
                 dlse_base, dlse_stride_s, shift_base, delta_base, dq_base, heads, first_row, q_len, k_len, blocks,
                 masked, scale_log2, scale, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
                 HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
                 VARLEN: gl.constexpr, ALL_LIVE: gl.constexpr, HAS_DLSE: gl.constexpr,
-                COMPUTE_DQ: gl.constexpr):  # fmt: skip
+                COMPUTE_DQ: gl.constexpr, AHEAD: gl.constexpr):  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -102,13 +141,35 @@ def _dq_consume(member, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_empty
                     live = k_len - (blocks - 1) * BLOCK_N
                     mbarrier.wait(k_full.index(0), 0)
                     zero_rows_from(k_smem.index(0).reshape([BLOCK_N, D]), live, BLOCK_N, D)
-            if not ALL_LIVE:
+            if AHEAD:
+                dq, ds = _dq_ahead(
+                    0, dq, shift, q, do, shift, delta, k_smem, v_smem, k_full, k_empty, v_full, v_empty, rows,
+                    (blocks - 1) * BLOCK_N, k_len, offset, scale_log2, BLOCK_N, D, DV, STAGES, CAUSAL,
+                    not ALL_LIVE, True,
+                )  # fmt: skip
+                if not ALL_LIVE:
+                    for t in range(1, masked):
+                        dq, ds = _dq_ahead(
+                            t, dq, ds, q, do, shift, delta, k_smem, v_smem, k_full, k_empty, v_full, v_empty, rows,
+                            (blocks - 1 - t) * BLOCK_N, k_len, offset, scale_log2, BLOCK_N, D, DV, STAGES, CAUSAL,
+                            True, False,
+                        )  # fmt: skip
+                for t in range(gl.maximum(1, masked), blocks):
+                    dq, ds = _dq_ahead(
+                        t, dq, ds, q, do, shift, delta, k_smem, v_smem, k_full, k_empty, v_full, v_empty, rows,
+                        (blocks - 1 - t) * BLOCK_N, k_len, offset, scale_log2, BLOCK_N, D, DV, STAGES, CAUSAL,
+                        False, False,
+                    )  # fmt: skip
+                last = k_smem.index((blocks - 1) % STAGES).reshape([BLOCK_N, D])
+                dq = warpgroup_mma(ds, last, dq, is_async=True)
+                dq = warpgroup_mma_wait(0, deps=[dq])
+            elif not ALL_LIVE:
                 for t in range(0, masked):
                     dq = _dq_step(
                         t, dq, q, do, shift, delta, k_smem, v_smem, k_full, k_empty, v_full, v_empty, rows,
                         (blocks - 1 - t) * BLOCK_N, k_len, offset, scale_log2, BLOCK_N, D, DV, STAGES, CAUSAL, True,
                     )  # fmt: skip
-            for t in range(masked, blocks):
+            for t in range(blocks if AHEAD else masked, blocks):
                 dq = _dq_step(
                     t, dq, q, do, shift, delta, k_smem, v_smem, k_full, k_empty, v_full, v_empty, rows,
                     (blocks - 1 - t) * BLOCK_N, k_len, offset, scale_log2, BLOCK_N, D, DV, STAGES, CAUSAL, False,
@@ -141,14 +202,14 @@ def _dq_produce(q_desc, do_desc, k_desc, v_desc, q_smem, do_smem, k_smem, v_smem
             )
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def attention_dq_hopper(
     q_desc, k_desc, v_desc, do_desc, out_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr,
     batch, heads, seqlen_q, seqlen_k, tokens_q, tiles, group, scale_log2, scale,
     dlse_stride_b, dlse_stride_h, dlse_stride_s,
     GROUP_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr, VARLEN: gl.constexpr, ALL_LIVE: gl.constexpr,
-    HAS_DLSE: gl.constexpr, COMPUTE_DQ: gl.constexpr, STAGES: gl.constexpr,
+    HAS_DLSE: gl.constexpr, COMPUTE_DQ: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One tile of 128 queries of one head: as `attention_dq_kernel`, 16-bit inputs only; `out` is contiguous."""
     sequences = batch
@@ -217,11 +278,11 @@ def attention_dq_hopper(
             (_dq_consume, (0, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, out_base,
                            lse_base, dlse_start, dlse_stride_s, shift_base, delta_base, dq_base, heads, tile * 128,
                            q_len, k_len, blocks, masked, scale_log2, scale, BLOCK_N, D, DV, HEAD_DIM, HEAD_DIM_V,
-                           STAGES, CAUSAL, VARLEN, ALL_LIVE, HAS_DLSE, COMPUTE_DQ)),
+                           STAGES, CAUSAL, VARLEN, ALL_LIVE, HAS_DLSE, COMPUTE_DQ, AHEAD)),
             (_dq_consume, (1, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_empty, v_full, v_empty, out_base,
                            lse_base, dlse_start, dlse_stride_s, shift_base, delta_base, dq_base, heads, tile * 128,
                            q_len, k_len, blocks, masked, scale_log2, scale, BLOCK_N, D, DV, HEAD_DIM, HEAD_DIM_V,
-                           STAGES, CAUSAL, VARLEN, ALL_LIVE, HAS_DLSE, COMPUTE_DQ)),
+                           STAGES, CAUSAL, VARLEN, ALL_LIVE, HAS_DLSE, COMPUTE_DQ, AHEAD)),
             (_dq_produce, (q_desc, do_desc, k_desc, v_desc, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_empty,
                            v_full, v_empty, desc_batch, head, head // GROUP_SIZE, q_start + tile * 128, k_start,
                            blocks, BLOCK_N, STAGES, COMPUTE_DQ)),
@@ -349,7 +410,7 @@ def _dkv_produce(q_desc, do_desc, k_desc, v_desc, k_smem, v_smem, q_smem, do_sme
             t += 1
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def attention_dkv_hopper(
     q_desc, k_desc, v_desc, do_desc, shift_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
     batch, kv_heads, seqlen_q, seqlen_k, tokens_q, tokens_k, tiles, group, scale_log2, scale,

@@ -20,6 +20,7 @@ from kernels_triton.attention_hopper_tiles import (
     tile_and_pair,
     zero_rows_from,
 )
+from kernels_triton.attention_tiles import SIZES
 
 
 @gluon.jit
@@ -157,7 +158,7 @@ def _produce(q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, k_full, k_e
             )
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def attention_forward_hopper(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
     batch, heads, seqlen_q, seqlen_k, tokens_q, tiles, group, scale_log2,

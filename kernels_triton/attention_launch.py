@@ -195,7 +195,7 @@ def _launch_dq(
         "COMPUTE_DQ": dq is not None,
     }
     if config.gluon:
-        constants |= {"HEAD_DIM_V": args.value_head_dim}
+        constants |= {"HEAD_DIM_V": args.value_head_dim, "AHEAD": config.num_stages >= 3}
     else:
         constants |= {"BLOCK_M": config.block_m, "PRECISION": _precision(args)}
     kernel = gluon_kernels().dq if config.gluon else attention_dq_kernel

@@ -9,6 +9,11 @@ import triton.language as tl
 
 # The interpreter's bf16 arithmetic is wrong, so kernels compute in fp32 there, and only there.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+# Sizes that differ from call to call: specialising on them would only compile the same kernel again.
+SIZES = (
+    "batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "tokens_q", "tokens_k", "tiles", "group",
+    "dlse_stride_b", "dlse_stride_h", "dlse_stride_s",
+)  # fmt: skip
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
