@@ -107,17 +107,11 @@ class Supervisor:
 
     def ceilings(self, dtypes: tuple[str, ...], seconds: float = 1.0) -> dict[str, float]:
         """The board's matmul and copy ceilings; empty where measuring them failed."""
-        try:
-            return self._ask(CeilingsJob(dtypes, seconds))
-        except WorkerEnded:
-            return {}
+        return self._ask_or_warn(CeilingsJob(dtypes, seconds), "the board's ceilings")
 
     def crosscheck(self) -> dict[str, Any]:
         """How far the machine's clocks agree, and its noise floor; empty where that failed."""
-        try:
-            return self._ask(CrosscheckJob())
-        except WorkerEnded:
-            return {}
+        return self._ask_or_warn(CrosscheckJob(), "the machine's clocks")
 
     def load(self, backends: Sequence[str]) -> None:
         """Load backends by name before any case runs.
@@ -132,6 +126,14 @@ class Supervisor:
             raise UserError(f"loading {', '.join(backends)} ended the process:\n  {words}") from None
         if errors:
             raise UserError("\n".join(errors.values()))
+
+    def _ask_or_warn(self, job: Job, what: str) -> dict[str, Any]:
+        try:
+            return self._ask(job)
+        except WorkerEnded as ended:
+            words = "\n  ".join([str(ended), *self._stderr])
+            print(f"could not measure {what}; the run goes on without:\n  {words}", file=sys.stderr)
+            return {}
 
     def _ask(self, job: Job) -> dict[str, Any]:
         self.start()

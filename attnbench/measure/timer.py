@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,10 +66,11 @@ class DeviceClock:
         self._cycles_per_ms = self._calibrate_sleep()
 
     def _calibrate_sleep(self) -> float:
-        cycles = 2_000_000
+        """Cycles that the sleeping kernel takes in a millisecond; corrected by every batch, since the clock moves."""
+        cycles = 10_000_000
         spans = []
         with torch.cuda.stream(self.stream):
-            for _ in range(3):
+            for _ in range(8):  # an idle board needs some of them to reach its clock
                 start, end = _event(), _event()
                 start.record()
                 torch.cuda._sleep(cycles)
@@ -92,9 +94,27 @@ class DeviceClock:
         self.stream.synchronize()
         timed = Timed(launch=call, timer="events", stream=self.stream)
         if graph:
-            timed = self._capture(call)
+            reason = self._waits(call)
+            timed = Timed(call, "events", self.stream, reason=reason) if reason else self._capture(call)
         self._estimate(timed)
         return timed
+
+    def _waits(self, call: Call) -> str | None:
+        """Why `call` cannot be captured: it waits for the device. Asked first: a failed capture leaves traces."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.cuda.stream(self.stream):
+                call()
+        except RuntimeError as error:
+            if "synchronizing CUDA operation" not in str(error):
+                raise
+            return "not captured: it waits for the device in every call"
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        self.stream.synchronize()
+        return None
 
     def _capture(self, call: Call) -> Timed:
         """`call` as a graph; as plain launches, with the reason, where it cannot be captured."""
@@ -113,8 +133,7 @@ class DeviceClock:
                 graph.capture_end()
             except Exception as error:
                 failure = failure or error
-                with contextlib.suppress(Exception):  # what capture_end leaves undone when it fails
-                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), graph.pool())
+                _undo_capture(graph)
         torch.cuda.synchronize()  # raises where the context is lost
         if failure is not None:
             reason = f"not captured: {_first_line(failure)}"
@@ -168,13 +187,15 @@ class DeviceClock:
 
     def _batch(self, order: Sequence[Timed], flush: bool, sleep_ms: float) -> tuple[list[float], bool, float]:
         spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = [(_event(), _event()) for _ in order]
-        origin = _event()
+        origin, awake = _event(), _event()
+        cycles = int(sleep_ms * self._cycles_per_ms)
         queued_at = []
         with torch.cuda.stream(self.stream):
             self.stream.synchronize()
             origin.record()
             began = time.perf_counter()
-            torch.cuda._sleep(int(sleep_ms * self._cycles_per_ms))
+            torch.cuda._sleep(cycles)
+            awake.record()
             for timed, (start, end) in zip(order, spans, strict=True):
                 if flush:
                     self.flush()
@@ -183,19 +204,20 @@ class DeviceClock:
                 end.record()
                 queued_at.append(1e3 * (time.perf_counter() - began))
         self.stream.synchronize()
+        self._cycles_per_ms = cycles / max(origin.elapsed_time(awake), 1e-3)
         late = [queued - origin.elapsed_time(start) for queued, (start, _) in zip(queued_at, spans, strict=True)]
         samples = [start.elapsed_time(end) for start, end in spans]
         return samples, max(late) <= 0, max(0.0, *late)
 
-    def back_to_back(self, timed: Timed, seconds: float) -> tuple[int, float]:
-        """Keep the device busy with `timed` (flushes included) for about `seconds`; (calls, ms per call and flush)."""
+    def back_to_back(self, timed: Timed, seconds: float, *, flush: bool = True) -> tuple[int, float]:
+        """Keep the device busy with `timed` and flushes for about `seconds`; gives calls, and ms per call and flush."""
         count = 0
         began = time.perf_counter()
         step = max(1, min(200, int(10 / (timed.device_ms + 0.05))))
         with torch.cuda.stream(self.stream):
             while time.perf_counter() - began < seconds:
                 for _ in range(step):
-                    if self.flush_l2:
+                    if flush and self.flush_l2:
                         self.flush()
                     timed.launch()
                 count += step
@@ -223,6 +245,17 @@ def host_samples(call: Call, count: int, *, seconds: float = 0.5) -> list[float]
     if cuda:
         torch.cuda.synchronize()
     return samples
+
+
+def _undo_capture(graph: torch.cuda.CUDAGraph) -> None:
+    """What a failing `capture_end` leaves undone: the memory pool, and the random generator's capturing state."""
+    device = torch.cuda.current_device()
+    with contextlib.suppress(Exception):
+        torch._C._cuda_endAllocateToPool(device, graph.pool())
+    generator = torch.cuda.default_generators[device]
+    seed = generator.initial_seed()
+    generator.graphsafe_set_state(torch.Generator(device=f"cuda:{device}").graphsafe_get_state())
+    generator.manual_seed(seed)
 
 
 def _event() -> torch.cuda.Event:

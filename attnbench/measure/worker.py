@@ -63,9 +63,12 @@ def _load_error(name: str) -> str | None:
 
 def _start(device: str) -> tuple[Any, Hello]:
     import torch
+    from torch._functorch import config as functorch
 
     from attnbench.measure import interpreter
     from attnbench.measure.timing import Session
+
+    functorch.donated_buffer = False  # a compiled backward is run many times over one graph
 
     if device == "cpu":
         interpreter.count_launches()

@@ -127,6 +127,7 @@ def test_what_cannot_be_captured_says_so(supervisor: Supervisor) -> None:
     assert found.timer == "events"
     assert "host-bound" in found.flags
     assert "not captured" in found.telemetry["no_graph"]
+    assert supervisor.ceilings(("bf16",), seconds=0.1), "a failed capture must leave random numbers and memory usable"
 
 
 def test_a_row_has_all_its_figures(supervisor: Supervisor) -> None:
