@@ -123,9 +123,14 @@ def choose(key: ConfigKey, config: TileConfig) -> None:
     _chosen[key] = config
 
 
+def tuned(key: ConfigKey) -> bool:
+    """Whether `choose` has fixed this key's tile."""
+    return key in _chosen
+
+
 def record(key: ConfigKey) -> dict[str, Any]:
     """The choice as JSON-ready values."""
-    return {**asdict(config_for(key)), "tuned": key in _chosen}
+    return {**asdict(config_for(key)), "tuned": tuned(key)}
 
 
 def forget() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from kernels_triton import attention_launch as launch
 from kernels_triton.arguments import AttentionArgs, attention_arguments, resolved
-from kernels_triton.attention_config import TileConfig, candidates, choose, config_for, config_key, record
+from kernels_triton.attention_config import TileConfig, candidates, choose, config_for, config_key, record, tuned
 from kernels_triton.attention_tiles import INTERPRETED
 
 
@@ -253,23 +253,27 @@ def attention_backward(
 
 
 def tune(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, backward: bool = True, **options: Any) -> dict[str, Any]:
-    """Times the candidate tiles of each kernel on these inputs and keeps the fastest for calls of this kind.
+    """Times the candidate tiles of each kernel on these inputs and keeps one for calls of this kind in this process.
 
-    A phase of its own before timing or graph capture: it launches and synchronises. Under the interpreter nothing is
-    timed. Returns the choice by kernel (`forward`, `dq`, `dkv`) as JSON-ready values.
+    The table's tile stays unless another is at least 3 % faster, so that noise changes no result's bits. A phase of its
+    own before timing or graph capture: it launches and synchronises. A kind that was tuned before, or has one
+    candidate, costs nothing; under the interpreter nothing is timed.
+
+    Returns:
+        The choice by kernel (`forward`, `dq`, `dkv`) as JSON-ready values: tile sizes, and whether it was `tuned`.
     """
     args = attention_arguments(q.detach(), k.detach(), v.detach(), **options)
     _check_device(q)
     kernels = ("forward", "dq", "dkv") if backward else ("forward",)
     keys = {kernel: config_key(kernel, args) for kernel in kernels}
-    if not INTERPRETED and q.numel() and k.numel() and args.batch:
+    open_keys = {kernel: key for kernel, key in keys.items() if not tuned(key) and len(candidates(key)) > 1}
+    if open_keys and not INTERPRETED and q.numel() and k.numel() and args.batch:
         out, lse = launch.forward(args)
         dout = torch.randn_like(out)
-        for kernel, key in keys.items():
+        for kernel, key in open_keys.items():
             times = {config: _time(kernel, args, config, out, lse, dout) for config in candidates(key)}
-            best = min(times, key=lambda config: times[config])
-            if times[best] < float("inf"):
-                choose(key, best)
+            default, best = candidates(key)[0], min(times, key=lambda config: times[config])
+            choose(key, best if times[best] < 0.97 * times[default] else default)
     return {kernel: record(key) for kernel, key in keys.items()}
 
 
