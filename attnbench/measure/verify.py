@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -53,8 +54,25 @@ class Truth:
         for name, tensor in self._given().items():
             if not same_bits(self.pristine[name], tensor.detach()):
                 changed.append(name)
-                tensor.detach().copy_(self.pristine[name])
+                tensor.data.copy_(self.pristine[name])  # not through autograd: kept graphs stay valid
         return changed
+
+    @contextlib.contextmanager
+    def rolled(self) -> Iterator[bool]:
+        """Within the block every input holds its values rolled by one along its last axis, at the same addresses.
+
+        Yields whether that must change the first output: it need not where that is constant along the axis, or where an
+        input is expanded and keeps its values.
+        """
+        first = self.reference[self.operation.output_names[0]]
+        whole = all(0 not in tensor.stride() for tensor in self.inputs.tensors.values())
+        try:
+            for name, tensor in self.inputs.tensors.items():
+                if whole:
+                    tensor.data.copy_(torch.roll(self.pristine[name], 1, -1))
+            yield whole and not torch.equal(first.nan_to_num(), torch.roll(first, 1, -1).nan_to_num())
+        finally:
+            self.restore()
 
     @cached_property
     def reference(self) -> Tensors:
@@ -181,7 +199,17 @@ def verify(
             verdict.flags.append("nondeterministic")
     if changed := truth.restore():
         verdict.problems.append(f"changed its inputs: {', '.join(changed)}")
+    if verdict.passed and deaf(truth, prepared.forward, got):
+        verdict.problems.append("gave its earlier result for other inputs at the same addresses")
     return verdict
+
+
+def deaf(truth: Truth, forward: Callable[[], Tensors], before: Tensors) -> bool:
+    """Whether `forward` gives `before` once more although its inputs hold other values: a cache by address, say."""
+    name = truth.operation.output_names[0]
+    kept = before[name].detach().clone()
+    with truth.rolled() as must_differ, torch.no_grad():
+        return must_differ and same_bits(kept, forward()[name].detach())
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -72,6 +72,7 @@ def test_a_hang_ends_as_timeout_and_the_rest_goes_on(supervisor: Supervisor) -> 
 
 
 def test_exceptions_become_typed_rows_without_a_restart(supervisor: Supervisor) -> None:
+    supervisor.start()
     before = supervisor.restarts
     found = records(supervisor, job("MEMORY", "ERROR", "BUILD", "NAN", "ZEROS", "GOOD"))
     assert outcomes(found) == {
