@@ -46,7 +46,7 @@ class Kernel:
             self.function = self._checked(
                 driver.cuModuleGetFunction(self._module, self.built.symbol.encode()), "looking it up in its cubin"
             )
-            if self._shared > 48 * 1024:
+            if self.built.shared_bytes > 48 * 1024:
                 attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._checked(
                     driver.cuFuncSetAttribute(self.function, attribute, self._shared), "raising its shared memory"

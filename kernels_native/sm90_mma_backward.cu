@@ -215,18 +215,16 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
       }
     }
   };
-  // c += a * (dO or Q), over the query tile.
-  auto accumulate = [&](float (&c)[D / 8][4], const u32(&a)[BM / 16][4], u32 queries) {
+  // c += a * (dO or Q), over 16 queries.
+  auto accumulate = [&](float (&c)[D / 8][4], const u32(&a)[4], u32 queries, int k) {
     const u32 b_at = rows_then_columns(queries, lane);
 #pragma unroll
-    for (int k = 0; k < BM / 16; ++k)
-#pragma unroll
-      for (int d = 0; d < D / 16; ++d) {
-        u32 b[4];
-        ldmatrix_transposed(b, (b_at ^ ((d % 4) * 32)) + (d / 4) * BM * 128 + k * 2048);
-        mma(c[2 * d], a[k], b[0], b[1]);
-        mma(c[2 * d + 1], a[k], b[2], b[3]);
-      }
+    for (int d = 0; d < D / 16; ++d) {
+      u32 b[4];
+      ldmatrix_transposed(b, (b_at ^ ((d % 4) * 32)) + (d / 4) * BM * 128 + k * 2048);
+      mma(c[2 * d], a, b[0], b[1]);
+      mma(c[2 * d + 1], a, b[2], b[3]);
+    }
   };
 
   int head = kv_head * p.group, row0 = first_m * BM;
@@ -278,11 +276,17 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
     {
       float dp[BM / 8][4];
       product(dp, v_tile, do_tile);
+      // dS, under the products of dV.
 #pragma unroll
-      for (int n = 0; n < BM / 8; ++n) {
-        const float2 delta = *reinterpret_cast<const float2*>(&rows[stage][1][8 * n + 2 * (lane % 4)]);
-        ds[n / 2][2 * (n & 1)] = pack2(c[n][0] * (dp[n][0] - delta.x), c[n][1] * (dp[n][1] - delta.y));
-        ds[n / 2][2 * (n & 1) + 1] = pack2(c[n][2] * (dp[n][2] - delta.x), c[n][3] * (dp[n][3] - delta.y));
+      for (int k = 0; k < BM / 16; ++k) {
+        accumulate(dv, prob[k], do_tile, k);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int n = 2 * k + j;
+          const float2 delta = *reinterpret_cast<const float2*>(&rows[stage][1][8 * n + 2 * (lane % 4)]);
+          ds[k][2 * j] = pack2(c[n][0] * (dp[n][0] - delta.x), c[n][1] * (dp[n][1] - delta.y));
+          ds[k][2 * j + 1] = pack2(c[n][2] * (dp[n][2] - delta.x), c[n][3] * (dp[n][3] - delta.y));
+        }
       }
     }
     // dS^T, keys along the rows. Its buffer's last readers (two iterations ago) had finished before they arrived at the
@@ -293,8 +297,8 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
     __syncwarp();
     if (lane == 0) mbarrier_arrive(ds_full + 8 * stage);
 
-    accumulate(dv, prob, do_tile);
-    accumulate(dk, ds, q_tile);
+#pragma unroll
+    for (int k = 0; k < BM / 16; ++k) accumulate(dk, ds[k], q_tile, k);
     __syncwarp();
     if (lane == 0) mbarrier_arrive(empty + 8 * stage);
 

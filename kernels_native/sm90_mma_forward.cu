@@ -24,12 +24,6 @@ struct Params {
 };
 
 #define kInfinity __int_as_float(0x7f800000)
-struct Yes {
-  static constexpr bool value = true;
-};
-struct No {
-  static constexpr bool value = false;
-};
 constexpr float kLn2 = 0.693147180559945f;
 
 __device__ __forceinline__ float exp2_mufu(float x) {
@@ -54,7 +48,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
   __shared__ __align__(8) u64 barriers[9];
   // Read anew where needed: registers are scarcer than shared memory here.
   struct Where {
-    int q_start, q_rows, k_start, k_rows, batch, row0, head, kv_head, shift;
+    int q_start, q_rows, k_start, k_rows, batch, row0, head, kv_head, shift, masked;
   };
   __shared__ volatile Where where;
 
@@ -90,7 +84,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
   // Key tiles from here on have a key beyond the end, or one that some row of the tile must not see.
   int unmasked = s.k_rows / BN;
   if (CAUSAL) unmasked = min(unmasked, max(0, row0 + shift + 1) / BN);
-  unmasked = min(unmasked, blocks);
+  const int masked = blocks - min(unmasked, blocks);
 
   const u32 q_tile = smem_address(shared), k_tiles = q_tile + Q_BYTES, v_tiles = k_tiles + 2 * KV_BYTES;
   const u32 bars = smem_address(barriers);
@@ -113,6 +107,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
     where.head = head;
     where.kv_head = head / p.group;
     where.shift = shift;
+    where.masked = masked;
   }
   __syncthreads();
 
@@ -139,18 +134,20 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
   }
 
   float o[MT][DT][4];
-  float row_max[MT][2], row_sum[MT][2];
+  // Of each row: the maximum in use, in log2 units, and the sum of this thread's probabilities. The first maximum is
+  // finite, since -inf less -inf would be NaN where a row sees no key.
+  float base[MT][2], row_sum[MT][2];
 #pragma unroll
   for (int m = 0; m < MT; ++m) {
     // Rows beyond the sequence start at +inf, so that whatever lies there never asks for a rescaling.
     const int row = row0 + (warp * MT + m) * 16 + lane / 4;
-    row_max[m][0] = row < s.q_rows ? -kInfinity : kInfinity;
-    row_max[m][1] = row + 8 < s.q_rows ? -kInfinity : kInfinity;
+    base[m][0] = row < s.q_rows ? -1e37f : kInfinity;
+    base[m][1] = row + 8 < s.q_rows ? -1e37f : kInfinity;
     row_sum[m][0] = row_sum[m][1] = 0.f;
 #pragma unroll
     for (int d = 0; d < DT; ++d) o[m][d][0] = o[m][d][1] = o[m][d][2] = o[m][d][3] = 0.f;
   }
-  const u32 q_at = rows_then_columns(q_tile + warp * MT * 16 * 128, lane);
+  u32 q_at = rows_then_columns(q_tile + warp * MT * 16 * 128, lane);
   u32 q_held[Q_REGISTERS ? KS : 1][MT][4];
   if (blocks > 0) {
     mbarrier_wait(q_full, 0);
@@ -163,10 +160,12 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
     }
   }
 
-  auto step = [&](int i, auto masked) {
-    constexpr bool MASKED = decltype(masked)::value;
+#pragma unroll 1
+  for (int i = 0; i < blocks; ++i) {
     const int stage = i & 1, parity = (i >> 1) & 1;
     const int column0 = (blocks - 1 - i) * BN;
+    // Hides the address from the compiler, which would otherwise keep its variants in registers that it has not got.
+    asm volatile("" : "+r"(q_at));
     float c[MT][NT][4];
 #pragma unroll
     for (int m = 0; m < MT; ++m)
@@ -208,7 +207,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
       load(p.v, v_tiles, v_full, i + 1);
     }
 
-    if (MASKED) {
+    if (i < where.masked) {
       const int k_rows = where.k_rows, first = where.row0 + warp * MT * 16 + lane / 4, shift = where.shift;
 #pragma unroll
       for (int m = 0; m < MT; ++m)
@@ -239,20 +238,20 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
           x = fmaxf(x, fmaxf(c[m][n][2 * half], c[m][n][2 * half + 1]));
           y = fmaxf(y, fmaxf(c[m][n + 1][2 * half], c[m][n + 1][2 * half + 1]));
         }
-        x = fmaxf(fmaxf(x, y), row_max[m][half]);
+        x = fmaxf(x, y);
         x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
         x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-        high[m][half] = x;
-        if (LAZY) grown |= (x - row_max[m][half]) * p.scale_log2 > 8.f;
+        high[m][half] = x * p.scale_log2;
+        grown |= high[m][half] - base[m][half] > (LAZY ? 8.f : 0.f);
       }
-    if (!LAZY || __any_sync(0xffffffffu, grown)) {
+    if (__any_sync(0xffffffffu, grown)) {
 #pragma unroll
       for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float old = row_max[m][half];
-          const float factor = old == high[m][half] ? 1.f : exp2_mufu((old - high[m][half]) * p.scale_log2);
-          row_max[m][half] = high[m][half];
+          const float higher = fmaxf(base[m][half], high[m][half]);
+          const float factor = exp2_mufu(base[m][half] - higher);
+          base[m][half] = higher;
           row_sum[m][half] *= factor;
 #pragma unroll
           for (int d = 0; d < DT; ++d) {
@@ -261,42 +260,40 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
           }
         }
     }
-    u32 prob[MT][BN / 16][4];
-#pragma unroll
-    for (int m = 0; m < MT; ++m) {
-      // A row that has seen no key has maximum -inf; any finite base gives exp2(-inf) = 0 there.
-      const float base0 = row_max[m][0] == -kInfinity ? 0.f : row_max[m][0] * p.scale_log2;
-      const float base1 = row_max[m][1] == -kInfinity ? 0.f : row_max[m][1] * p.scale_log2;
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        c[m][n][0] = exp2_mufu(fmaf(c[m][n][0], p.scale_log2, -base0));
-        c[m][n][1] = exp2_mufu(fmaf(c[m][n][1], p.scale_log2, -base0));
-        c[m][n][2] = exp2_mufu(fmaf(c[m][n][2], p.scale_log2, -base1));
-        c[m][n][3] = exp2_mufu(fmaf(c[m][n][3], p.scale_log2, -base1));
-        row_sum[m][0] += c[m][n][0] + c[m][n][1];
-        row_sum[m][1] += c[m][n][2] + c[m][n][3];
-        prob[m][n / 2][2 * (n & 1)] = pack2(c[m][n][0], c[m][n][1]);
-        prob[m][n / 2][2 * (n & 1) + 1] = pack2(c[m][n][2], c[m][n][3]);
-      }
-    }
-
-    // Values.
     mbarrier_wait(v_full + 8 * stage, parity);
     const u32 v_tile = v_tiles + stage * KV_BYTES;
-    if (MASKED && i == 0 && column0 + BN > where.k_rows) {
+    if (i == 0 && column0 + BN > where.k_rows) {
       // What lies beyond the sequence may be NaN (a neighbour's), and 0 * NaN would reach us.
       zero_rows<BN, PANELS>(v_tile, where.k_rows - column0, threadIdx.x, THREADS);
       __syncthreads();
     }
+    // Probabilities of 16 keys, as a left operand.
+    auto exponentiate = [&](u32(&prob)[MT][4], int k) {
+#pragma unroll
+      for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float (&x)[4] = c[m][2 * k + j];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            x[e] = exp2_mufu(fmaf(x[e], p.scale_log2, -base[m][e / 2]));
+            row_sum[m][e / 2] += x[e];
+          }
+          prob[m][2 * j] = pack2(x[0], x[1]);
+          prob[m][2 * j + 1] = pack2(x[2], x[3]);
+        }
+    };
+    // Values. The exponentials of the next 16 keys run under the products of these.
     {
       const u32 v_at = rows_then_columns(v_tile, lane);
-      constexpr int UNITS = (BN / 16) * (D / 16);
-      u32 b[2][4];
+      u32 prob[2][MT][4], b[2][4];
       auto fetch = [&](int unit) {
         const int k = unit / (D / 16), d = unit % (D / 16);
         ldmatrix_transposed(b[unit & 1], (v_at ^ ((d % 4) * 32)) + (d / 4) * BN * 128 + k * 2048);
       };
+      constexpr int UNITS = (BN / 16) * (D / 16);
       fetch(0);
+      exponentiate(prob[0], 0);
 #pragma unroll
       for (int unit = 0; unit < UNITS; ++unit) {
         const int k = unit / (D / 16), d = unit % (D / 16);
@@ -304,9 +301,10 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
         const u32(&f)[4] = b[unit & 1];
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-          mma(o[m][2 * d], prob[m][k], f[0], f[1]);
-          mma(o[m][2 * d + 1], prob[m][k], f[2], f[3]);
+          mma(o[m][2 * d], prob[k & 1][m], f[0], f[1]);
+          mma(o[m][2 * d + 1], prob[k & 1][m], f[2], f[3]);
         }
+        if (d == 0 && k + 1 < BN / 16) exponentiate(prob[(k + 1) & 1], k + 1);
       }
     }
     __syncwarp();
@@ -315,13 +313,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
       mbarrier_wait(k_empty + 8 * stage, parity);
       load(p.k, k_tiles, k_full, i + 2);
     }
-  };
-
-  int i = 0;
-#pragma unroll 1
-  for (; i < blocks - unmasked; ++i) step(i, Yes{});
-#pragma unroll 1
-  for (; i < blocks; ++i) step(i, No{});
+  }
 
   // Normalise; stage the rows in the queries' tile (a warp reads and writes only its own rows of it).
   const u32 stage_at = rows_then_columns(q_tile + warp * MT * 16 * 128, lane);
@@ -340,7 +332,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
       const int row = first_row + (warp * MT + m) * 16 + half * 8 + lane / 4;
       if (lane % 4 == 0 && row < q_rows) {
         float* lse = p.lse + batch_at * p.lse_batch + head_at * p.lse_head + q_start + row;
-        *lse = sum == 0.f ? -kInfinity : row_max[m][half] * (p.scale_log2 * kLn2) + __logf(sum);
+        *lse = sum == 0.f ? -kInfinity : base[m][half] * kLn2 + __logf(sum);
       }
     }
 #pragma unroll
