@@ -57,14 +57,15 @@ struct Params {
   int row_tiles;
   int section_heads;
   int head_dim_v;
-  float scale;
-  float scale_log2;
+  float scale_log2;  // softmax scale * log2(e)
 };
 
 // Shared memory after the tiles
 struct Control {
+  Tile next;  // from the scheduler to the producer
   Tile tiles[Q_STAGES];
   u64 q_full[Q_STAGES], q_empty[Q_STAGES];
+  u64 next_full, next_empty;
   u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
 
@@ -155,31 +156,19 @@ __device__ __forceinline__ void load_keys(const Params& p, Control& control, con
   }
 }
 
-__device__ __forceinline__ void produce(const Params& p, Control& control, u32 q_smem, u32 k_smem, u32 v_smem) {
+// The scheduler warp: finds the next tile while the producer loads this one.
+__device__ __forceinline__ void schedule(const Params& p, Control& control) {
   const bool leader = (threadIdx.x & 31) == 0;
-  int step = 0;
   int next = blockIdx.x;
   for (int round = 0;; ++round) {
     const Tile tile = find_tile(p, DYNAMIC ? next : zigzag(round, blockIdx.x, gridDim.x));
-    const int qs = round % Q_STAGES;
     if (leader) {
       if (DYNAMIC && tile.row >= 0) next = gridDim.x + atomicAdd(p.counter, 1);
-      mbarrier_wait(smem_address(&control.q_empty[qs]), (round / Q_STAGES & 1) ^ 1);
-      control.tiles[qs] = tile;
-      const u32 q_full = smem_address(&control.q_full[qs]);
-      if (tile.row < 0) {
-        mbarrier_arrive(q_full);
-      } else {
-        mbarrier_expect(q_full, kQLoad);
-#pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel)
-          tma_load_4d(q_smem + qs * kQBytes + panel * kQPanel, p.q, q_full, panel * 64, tile.q_offset + tile.row,
-                      tile.head, tile.batch);
-        load_keys(p, control, tile, k_smem, v_smem, step);
-      }
+      mbarrier_wait(smem_address(&control.next_empty), round & 1 ^ 1);
+      control.next = tile;
+      mbarrier_arrive(smem_address(&control.next_full));
     }
     if (tile.row < 0) break;
-    step += key_blocks(tile).end;
     if (DYNAMIC) next = __shfl_sync(0xffffffffu, next, 0);
     __syncwarp();
   }
@@ -187,6 +176,31 @@ __device__ __forceinline__ void produce(const Params& p, Control& control, u32 q
   if (DYNAMIC && leader && atomicAdd(p.counter + 1, 1) == static_cast<int>(gridDim.x) - 1) {
     p.counter[0] = 0;
     p.counter[1] = 0;
+  }
+}
+
+// The producer, one thread.
+__device__ __forceinline__ void produce(const Params& p, Control& control, u32 q_smem, u32 k_smem, u32 v_smem) {
+  int step = 0;
+  for (int round = 0;; ++round) {
+    mbarrier_wait(smem_address(&control.next_full), round & 1);
+    const Tile tile = control.next;
+    mbarrier_arrive(smem_address(&control.next_empty));
+    const int qs = round % Q_STAGES;
+    const u32 q_full = smem_address(&control.q_full[qs]);
+    mbarrier_wait(smem_address(&control.q_empty[qs]), (round / Q_STAGES & 1) ^ 1);
+    control.tiles[qs] = tile;
+    if (tile.row < 0) {
+      mbarrier_arrive(q_full);
+      break;
+    }
+    mbarrier_expect(q_full, kQLoad);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel)
+      tma_load_4d(q_smem + qs * kQBytes + panel * kQPanel, p.q, q_full, panel * 64, tile.q_offset + tile.row, tile.head,
+                  tile.batch);
+    load_keys(p, control, tile, k_smem, v_smem, step);
+    step += key_blocks(tile).end;
   }
 }
 
@@ -458,7 +472,9 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
       const bool empty = row.max[r] == -ATTN_INFINITY && sum == 0.f;  // a row of NaN is not empty
       inverse[r] = empty ? 0.f : 1.f / sum;
       if ((lane & 3) == 0 && row0 + 8 * r < tile.rows)
-        p.lse[lse_row + row0 + 8 * r] = empty ? -ATTN_INFINITY : row.max[r] * p.scale + kLn2 * log2_mufu(sum);
+        // The same rounded base as in the exponents, so that its rounding cancels.
+        p.lse[lse_row + row0 + 8 * r] =
+            empty ? -ATTN_INFINITY : (__fmul_rn(row.max[r], p.scale_log2) + log2_mufu(sum)) * kLn2;
     }
     rescale_output(o, inverse);
     named_barrier_sync(together, 128);  // every warp is done reading Q
@@ -521,6 +537,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_forward(const __g
     tma_prefetch(p.k);
     tma_prefetch(p.v);
     tma_prefetch(p.o);
+    mbarrier_init(smem_address(&control.next_full), 1);
+    mbarrier_init(smem_address(&control.next_empty), 1);
     for (int i = 0; i < Q_STAGES; ++i) {
       mbarrier_init(smem_address(&control.q_full[i]), 1);
       mbarrier_init(smem_address(&control.q_empty[i]), WARPGROUPS);
@@ -539,7 +557,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_forward(const __g
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_shrink<kProducerRegisters>();
-    if (threadIdx.x < 32) produce(p, control, q_smem, k_smem, v_smem);
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp == 1) schedule(p, control);
+    if (threadIdx.x == 0) produce(p, control, q_smem, k_smem, v_smem);
   } else {
     registers_grow<kConsumerRegisters>();
 #if DIAGONAL_HALVES

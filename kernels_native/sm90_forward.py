@@ -20,7 +20,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 LOG2_E = math.log2(math.e)
 L2_BYTES = 32 << 20
 """Keys and values of one section of heads under causal: about what stays in the H200's 50 MB L2 beside the rest."""
-_PARAMS = struct.Struct("512s 6Q 8i 2f 40x")
+_PARAMS = struct.Struct("512s 6Q 8i f 44x")
 _PREPARE = struct.Struct("2Q 2i")
 
 
@@ -57,7 +57,7 @@ class Config:
         panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
         q = self.q_stages * max(panels, panels_v) * self.block_m * 128
         kv = self.stages * (panels + panels_v) * self.block_n * 128
-        return 1024 + q + kv + self.q_stages * 48 + self.stages * 32
+        return 1024 + q + kv + 48 + self.q_stages * 48 + self.stages * 32
 
     def specialisation(self) -> Specialisation:
         macros = {
@@ -238,7 +238,6 @@ def forward(
         row_tiles,
         section,
         head_dim_v,
-        softmax_scale,
         softmax_scale * LOG2_E,
     )
     grid = min(_multiprocessors(device), most_tiles)
