@@ -6,8 +6,8 @@ import functools
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from kernels_native.jit import Specialisation
 from kernels_native.launch import Kernel, current_stream, kernel
@@ -25,7 +25,8 @@ BLOCK_M = 64
 """Query tile of the backward kernels (kBlockM there)."""
 BLOCK_N = 128
 """Key tile of the backward kernel."""
-_FORWARD = struct.Struct("<384s 4Q 5q 8i f 20x")
+_POINTERS = struct.Struct("<4Q")
+_TAIL = struct.Struct("<5q 8i f 20x")
 _BACKWARD = struct.Struct("<512s 8Q 7q 9i 2f 28x")
 _ROWS = struct.Struct("<10Q 12q 5i f")
 
@@ -112,11 +113,6 @@ def specialisations() -> Iterator[Specialisation]:
 
 
 @functools.cache
-def _forward_kernel(dim: int, causal: bool, dtype: str, device: int, tile: ForwardTile | None) -> Kernel:
-    return kernel(forward_specialisation(dim, causal, dtype, tile), device)
-
-
-@functools.cache
 def _backward_kernels(dim: int, causal: bool, deterministic: bool, dtype: str, device: int) -> tuple[Kernel, ...]:
     return tuple(kernel(one, device) for one in backward_specialisations(dim, causal, deterministic, dtype))
 
@@ -150,6 +146,27 @@ def _section(heads: int, rows: int, bytes_per_row: int) -> int:
     return max(1, min(heads, L2_BYTES // max(1, rows * bytes_per_row)))
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What forward calls of one shape share."""
+
+    kernel: Kernel | None
+    """None: there is nothing to compute."""
+    grid: tuple[int, int, int]
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    tile: ForwardTile
+    dtype: str
+    tail: bytes
+    """The parameters from the strides on."""
+    maps: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+_MOST = 4096
+"""Entries of a cache before it starts anew; a sweep over shapes would otherwise grow it without end."""
+
+
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -161,33 +178,68 @@ def forward(
     tile: ForwardTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (contiguous) and lse of validated CUDA tensors in bf16 or fp16; shapes as in `kernels_native.attention`."""
+    device = q.get_device()
+    cu_q = cu_k = packed = 0
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        cu_q, cu_k, packed = cu_seqlens_q.data_ptr(), cu_seqlens_k.data_ptr(), cu_seqlens_q.shape[0]
+    key = (q.shape, k.shape, v.shape, q.dtype, device, packed, causal, softmax_scale, tile)
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST:
+            _plans.clear()
+        plan = _plans[key] = _plan(q, k, v, packed, causal, softmax_scale, tile)
+    out, lse = q.new_empty(plan.out_shape), q.new_empty(plan.lse_shape, dtype=_float32())
+    if plan.kernel is None:
+        return out, lse
+    if softmax_scale < 0:
+        q = -q
+    place = (q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(), k.stride(), v.stride())
+    maps = plan.maps.get(place)
+    if maps is None:
+        ready = tma_ready(q), tma_ready(k), tma_ready(v)
+        block_n = plan.tile.block_n
+        sizes = plan.tile.block_m, block_n, block_n
+        maps = b"".join(row_map(x, plan.dtype, rows) for x, rows in zip(ready, sizes, strict=True))
+        if ready[0] is q and ready[1] is k and ready[2] is v:
+            if len(plan.maps) >= _MOST:
+                plan.maps.clear()
+            plan.maps[place] = maps
+    params = maps + _POINTERS.pack(out.data_ptr(), lse.data_ptr(), cu_q, cu_k) + plan.tail
+    plan.kernel.launch(plan.grid, params, current_stream(device))
+    return out, lse
+
+
+@functools.cache
+def _float32() -> torch.dtype:
     import torch
 
-    varlen = cu_seqlens_q is not None
-    q_shape, k_shape = q.shape, k.shape
-    head_dim, value_dim = q_shape[-1], v.shape[-1]
-    heads, kv_heads, rows, keys = q_shape[-2], k_shape[-2], q_shape[-3], k_shape[-3]
-    sequences = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q_shape[0]
+    return torch.float32
+
+
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packed: int,
+    causal: bool,
+    softmax_scale: float,
+    tile: ForwardTile | None,
+) -> _Plan:
+    """`packed`: entries of cu_seqlens, 0 for a dense call."""
+    heads, kv_heads, rows, keys = q.shape[-2], k.shape[-2], q.shape[-3], k.shape[-3]
+    head_dim, value_dim = q.shape[-1], v.shape[-1]
+    sequences = packed - 1 if packed else q.shape[0]
+    outer = 1 if packed else sequences
     dim = padded_head_dim(head_dim, value_dim)
     t = tile or TILES[dim]
-    device = q.device.index
-    dtype = _dtype(q)
-    out = torch.empty((*q_shape[:-1], value_dim), dtype=q.dtype, device=q.device)
-    lse_shape = (heads, rows) if varlen else (sequences, heads, rows)
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    if not sequences * rows and not varlen:
-        return out, lse
-    q, scale = positive_scale(q, softmax_scale)
-    q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
-    tiles = _tiles(rows, t.block_m, sequences, varlen)
+    tiles = _tiles(rows, t.block_m, sequences, bool(packed))
     group = heads // kv_heads
-    params = _FORWARD.pack(
-        row_map(q, dtype, t.block_m) + row_map(k, dtype, t.block_n) + row_map(v, dtype, t.block_n),
-        out.data_ptr(),
-        lse.data_ptr(),
-        cu_seqlens_q.data_ptr() if cu_seqlens_q is not None else 0,
-        cu_seqlens_k.data_ptr() if cu_seqlens_k is not None else 0,
-        *_strides(out),
+    grid = tiles * heads * outer
+    dtype = _dtype(q)
+    tail = _TAIL.pack(
+        heads * value_dim,
+        value_dim,
+        rows * heads * value_dim,
         rows,
         heads * rows,
         sequences,
@@ -196,13 +248,24 @@ def forward(
         heads,
         group,
         tiles,
-        _section(kv_heads * (1 if varlen else sequences), keys, 2 * (head_dim + value_dim)) * group,
+        _section(kv_heads * outer, _typical(keys, sequences, packed), 2 * (head_dim + value_dim)) * group,
         value_dim,
-        scale * LOG2_E,
+        positive_scale(q[:0], softmax_scale)[1] * LOG2_E,
     )
-    grid = tiles * heads * (1 if varlen else sequences)
-    _forward_kernel(dim, causal, dtype, device, tile).launch((grid, 1, 1), params, current_stream(device))
-    return out, lse
+    return _Plan(
+        kernel=kernel(forward_specialisation(dim, causal, dtype, tile), q.get_device()) if grid else None,
+        grid=(grid, 1, 1),
+        out_shape=(*q.shape[:-1], value_dim),
+        lse_shape=(heads, rows) if packed else (sequences, heads, rows),
+        tile=t,
+        dtype=dtype,
+        tail=tail,
+    )
+
+
+def _typical(rows: int, sequences: int, packed: int) -> int:
+    """Rows that the blocks which run at one time go through: a dense sequence's, or a packed one's on average."""
+    return -(-rows // max(1, sequences)) if packed else rows
 
 
 def backward(
@@ -298,7 +361,11 @@ def backward(
         kv_heads,
         group,
         key_tiles,
-        _section(kv_heads * (1 if varlen else sequences), rows * group, 2 * (head_dim + value_dim) + 4 * dim),
+        _section(
+            kv_heads * (1 if varlen else sequences),
+            _typical(rows, sequences, int(varlen)) * group,
+            2 * (head_dim + value_dim) + 4 * dim,
+        ),
         head_dim,
         value_dim,
         abs(softmax_scale),

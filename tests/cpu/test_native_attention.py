@@ -124,7 +124,8 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     found = Recorder()
-    monkeypatch.setattr(sm90_mma, "_forward_kernel", lambda *_: found)
+    monkeypatch.setattr(sm90_mma, "_plans", {})
+    monkeypatch.setattr(sm90_mma, "kernel", lambda *_: found)
     monkeypatch.setattr(sm90_mma, "_backward_kernels", lambda *_: (found,) * 3)
     monkeypatch.setattr(sm90_mma, "current_stream", lambda _: 0)
     monkeypatch.setattr(tensor_map, "_encode", lambda *_: bytes(128))
@@ -147,10 +148,10 @@ def test_grids_cover_dense_and_packed(recorder: Recorder) -> None:
 def test_scale_and_strides_reach_the_kernel(recorder: Recorder) -> None:
     q, k, v = (torch.randn(2, 300, heads, 64).to(torch.bfloat16) for heads in (4, 2, 2))
     sm90_mma.forward(q, k, v, None, None, False, 0.5)
-    fields = sm90_mma._FORWARD.unpack(recorder.launches[0][1])
-    assert fields[5:10] == (256, 64, 300 * 256, 300, 1200)
-    assert fields[10:18] == (2, 300, 300, 4, 2, 3, 8, 64)
-    assert fields[18] == pytest.approx(0.5 * 1.4426950408889634)
+    fields = sm90_mma._TAIL.unpack(recorder.launches[0][1][416:])
+    assert fields[:5] == (256, 64, 300 * 256, 300, 1200)
+    assert fields[5:13] == (2, 300, 300, 4, 2, 3, 8, 64)
+    assert fields[13] == pytest.approx(0.5 * 1.4426950408889634)
 
 
 def test_nothing_is_launched_where_there_is_no_query(recorder: Recorder) -> None:
