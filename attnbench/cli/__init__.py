@@ -208,6 +208,15 @@ def _doctor(format: Annotated[Literal["table", "json"], typer.Option("--format",
     _call("doctor", format=format)
 
 
+@app.command("selftest")
+def _selftest(
+    device: Annotated[Device | None, typer.Option(help="Where to run; default: cuda where there is one.")] = None,
+    format: Annotated[Literal["table", "json"], typer.Option("--format", "-f")] = "table",
+) -> None:
+    """Run kernels that are known to be wrong: each must be caught."""
+    _call("selftest", device=device, format=format)
+
+
 @app.command("clean")
 def _clean(
     triton: Annotated[

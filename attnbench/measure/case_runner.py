@@ -18,7 +18,7 @@ from attnbench.measure.memory import free_bytes, needed
 from attnbench.measure.outcome import classify, is_sticky, tail
 from attnbench.measure.timer import Timed
 from attnbench.measure.timing import Session, pass_call, time_cpu, time_device
-from attnbench.measure.verify import Tolerance, Truth, Verdict, compute, judge, verify
+from attnbench.measure.verify import Tolerance, Truth, Verdict, compute, deaf, judge, verify
 from attnbench.results.record import Record
 from attnbench.scenario.case import op_name
 
@@ -200,6 +200,7 @@ class CaseRunner:
     def _time(self, row: Row, truth: Truth, prepared: Prepared, record: Record) -> None:
         if self.job.device == "cpu":
             time_cpu(self.job, truth, prepared, record)
+            self._check_skipping(truth, prepared, record)
             return
         baseline = self._baseline_for(row, record.pass_)
         result = time_device(self.session, self.job, truth, prepared, record, baseline)
@@ -207,6 +208,7 @@ class CaseRunner:
         check = self.job.check
         if check.enabled and check.after:
             self._check_after(truth, result, record)
+            self._check_skipping(truth, prepared, record)
 
     def _check_after(self, truth: Truth, result: dict[str, torch.Tensor], record: Record) -> None:
         """Judge what the timed calls wrote, and that they left the inputs alone."""
@@ -223,6 +225,18 @@ class CaseRunner:
         record.check = {**record.check, **bad}
         record.outcome = "check-failed"
         _forget_times(record)
+
+    def _check_skipping(self, truth: Truth, prepared: Prepared, record: Record) -> None:
+        """After the timed calls other inputs must still give another result."""
+        check = self.job.check
+        if not (check.enabled and check.after and record.pass_ == "forward" and record.outcome == "ok"):
+            return
+        with torch.no_grad():
+            before = prepared.forward()
+        if deaf(truth, prepared.forward, before):
+            record.outcome = "check-failed"
+            record.reason = "after the timed calls: gave its earlier result for other inputs at the same addresses"
+            _forget_times(record)
 
     def _baseline_for(self, row: Row, pass_: str) -> Timed | None:
         """The baseline's timed callable of this pass, None for the baseline itself, eager, or where it cannot run."""

@@ -160,3 +160,12 @@ def test_clocks_agree_and_a_equals_a(supervisor: Supervisor) -> None:
     assert found["timer_gap_percent"] < 5
     assert found["noise_floor_percent"] < 2
     assert set(found["timers"]["matmul 4096"]) == {"graph", "events", "wall"}
+
+
+def test_selftest_catches_all_thirteen(capsys: pytest.CaptureFixture[str]) -> None:
+    from attnbench.cli.selftest import selftest
+
+    code = selftest(device="cuda")
+    shown = capsys.readouterr().out
+    assert code == 0, shown
+    assert "13 of 13" in shown
