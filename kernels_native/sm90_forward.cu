@@ -11,6 +11,8 @@
 //   STAGES, Q_STAGES      buffers of K and of V; of Q (O is staged in the Q buffer it came from)
 //   CAUSAL, VARLEN        0 or 1
 //   DYNAMIC               tiles are handed out in order instead of dealt to and fro
+//   SPLIT                 few queries: the query heads of a group are rows of one tile, the keys are shared out among
+//                         thread blocks, and sm90_forward_combine.cu merges what they write
 //   PINGPONG              warpgroups take turns at the tensor cores
 //   DIAGONAL_HALVES       causal, BLOCK_N and the tile 128, keys - rows a multiple of 128: the first warpgroup sees only
 //                         the left half of the tile's last key block and computes only that
@@ -48,6 +50,8 @@ struct Params {
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;
   const int* tile_offsets;  // packed: row tiles before each sequence, [batch + 2]
+  float* partial_out;       // split: [splits, batch, heads, rows, head_dim_v], each split normalised by itself
+  float* partial_lse;       // split: [splits, batch, heads, rows]
   int* counter;             // tiles handed out, blocks done: 0, 0 between launches
   int batch;
   int heads;
@@ -57,6 +61,9 @@ struct Params {
   int row_tiles;
   int section_heads;
   int head_dim_v;
+  int tile_rows;         // queries a tile: BLOCK_M; split: BLOCK_M / group
+  int splits;
+  int blocks_per_split;  // key blocks
   float scale_log2;  // softmax scale * log2(e)
 };
 
@@ -69,22 +76,28 @@ struct Control {
   u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
 
-// Blocks [0, first_masked) are visible to every row whole, [first_masked, end) in part, the rest to none.
+// Of the blocks [begin, end), those below first_masked are visible to every row whole, the others in part.
 struct KeyBlocks {
+  int begin;
   int end;
   int first_masked;
 };
 
-__device__ __forceinline__ KeyBlocks key_blocks(const Tile& tile) {
+__device__ __forceinline__ KeyBlocks key_blocks(const Params& p, const Tile& tile) {
   KeyBlocks blocks;
   int end = tile.keys;
   int whole = tile.keys;
   if (CAUSAL) {
     const int shift = tile.keys - tile.rows;
-    end = min(end, min(tile.row + kBlockM, tile.rows) + shift);
+    end = min(end, min(tile.row + (SPLIT ? p.tile_rows : kBlockM), tile.rows) + shift);
     whole = min(whole, max(tile.row + shift + 1, 0));
   }
+  blocks.begin = 0;
   blocks.end = max(end + BLOCK_N - 1, 0) / BLOCK_N;
+  if (SPLIT) {
+    blocks.begin = tile.split * p.blocks_per_split;
+    blocks.end = max(blocks.begin, min(blocks.end, blocks.begin + p.blocks_per_split));
+  }
   blocks.first_masked = whole / BLOCK_N;
   return blocks;
 }
@@ -114,11 +127,16 @@ __device__ __forceinline__ Tile find_tile(const Params& p, int index) {
       tile.keys = p.cu_seqlens_k[sequence + 1] - tile.k_offset;
     }
   } else {
-    if (index >= p.row_tiles * p.heads * p.batch) return tile;
+    const int heads = SPLIT ? p.heads / p.group : p.heads;
+    if (index >= p.row_tiles * heads * p.batch * (SPLIT ? p.splits : 1)) return tile;
+    if (SPLIT) {
+      tile.split = index % p.splits;
+      index /= p.splits;
+    }
     int row_tile;
-    dense_tile<CAUSAL>(index, p.row_tiles, p.heads, p.heads * p.batch, p.section_heads, row_tile, tile.head,
-                       tile.batch);
-    tile.row = row_tile * kBlockM;
+    dense_tile<CAUSAL && !SPLIT>(index, p.row_tiles, heads, heads * p.batch, p.section_heads, row_tile, tile.head,
+                                 tile.batch);
+    tile.row = row_tile * (SPLIT ? p.tile_rows : kBlockM);
     tile.rows = p.rows;
     tile.keys = p.keys;
     tile.q_offset = tile.k_offset = 0;
@@ -130,8 +148,9 @@ __device__ __forceinline__ Tile find_tile(const Params& p, int index) {
 // the blocks of all tiles so far.
 __device__ __forceinline__ void load_keys(const Params& p, Control& control, const Tile& tile, u32 k_smem, u32 v_smem,
                                           int step) {
-  const int kv_head = tile.head / p.group;
-  const int blocks = key_blocks(tile).end;
+  const int kv_head = SPLIT ? tile.head : tile.head / p.group;
+  const KeyBlocks range = key_blocks(p, tile);
+  const int blocks = range.end - range.begin;
   for (int i = 0; i <= blocks && blocks > 0; ++i) {
     if (i < blocks) {
       const int stage = (step + i) % STAGES;
@@ -141,7 +160,7 @@ __device__ __forceinline__ void load_keys(const Params& p, Control& control, con
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel)
         tma_load_4d(k_smem + stage * kKBytes + panel * kKPanel, p.k, full, panel * 64,
-                    tile.k_offset + (blocks - 1 - i) * BLOCK_N, kv_head, tile.batch);
+                    tile.k_offset + (range.end - 1 - i) * BLOCK_N, kv_head, tile.batch);
     }
     if (i > 0) {
       const int stage = (step + i - 1) % STAGES;
@@ -151,7 +170,7 @@ __device__ __forceinline__ void load_keys(const Params& p, Control& control, con
 #pragma unroll
       for (int panel = 0; panel < kPanelsV; ++panel)
         tma_load_4d(v_smem + stage * kVBytes + panel * kKPanel, p.v, full, panel * 64,
-                    tile.k_offset + (blocks - i) * BLOCK_N, kv_head, tile.batch);
+                    tile.k_offset + (range.end - i) * BLOCK_N, kv_head, tile.batch);
     }
   }
 }
@@ -194,13 +213,19 @@ __device__ __forceinline__ void produce(const Params& p, Control& control, u32 q
       mbarrier_arrive(q_full);
       break;
     }
-    mbarrier_expect(q_full, kQLoad);
+    mbarrier_expect(q_full, SPLIT ? kPanels * 128 * p.tile_rows * p.group : kQLoad);
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel)
-      tma_load_4d(q_smem + qs * kQBytes + panel * kQPanel, p.q, q_full, panel * 64, tile.q_offset + tile.row, tile.head,
-                  tile.batch);
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const u32 destination = q_smem + qs * kQBytes + panel * kQPanel;
+      if (SPLIT) {
+        tma_load_5d(destination, p.q, q_full, panel * 64, 0, tile.row, tile.head, tile.batch);
+      } else {
+        tma_load_4d(destination, p.q, q_full, panel * 64, tile.q_offset + tile.row, tile.head, tile.batch);
+      }
+    }
     load_keys(p, control, tile, k_smem, v_smem, step);
-    step += key_blocks(tile).end;
+    const KeyBlocks blocks = key_blocks(p, tile);
+    step += blocks.end - blocks.begin;
   }
 }
 
@@ -332,8 +357,8 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
     mbarrier_wait(smem_address(&control.q_full[qs]), round / Q_STAGES & 1);
     const Tile& tile = control.tiles[qs];
     if (tile.row < 0) return false;
-    const KeyBlocks blocks = key_blocks(tile);
-    if (blocks.end == 0) return false;
+    const KeyBlocks blocks = key_blocks(p, tile);
+    if (blocks.end == blocks.begin) return false;
     q.load(q_smem + qs * kQBytes + wg * 64 * 128, warp, lane);
     wait_k(first_step);
     return true;
@@ -375,10 +400,17 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
     const int qs = round % Q_STAGES;
     const Tile& tile = control.tiles[qs];  // read again where needed: registers are scarce
     if (tile.row < 0) break;
-    const KeyBlocks blocks = key_blocks(tile);
-    const int row0 = tile.row + wg * 64 + warp * 16 + lane / 4;
+    const KeyBlocks blocks = key_blocks(p, tile);
+    // This thread's two rows: queries of the sequence, and beyond `rows` where they are none.
+    const int in_tile = wg * 64 + warp * 16 + lane / 4;
+    int row0 = tile.row + in_tile, row1 = row0 + 8;
+    if (SPLIT) {
+      const int used = p.tile_rows * p.group;
+      row0 = in_tile < used ? tile.row + in_tile / p.group : tile.rows;
+      row1 = in_tile + 8 < used ? tile.row + (in_tile + 8) / p.group : tile.rows;
+    }
     const u32 q_tile = q_smem + qs * kQBytes + wg * 64 * 128;
-    row.reset(row0 < tile.rows, row0 + 8 < tile.rows);
+    row.reset(row0 < tile.rows, row1 < tile.rows);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[i] = 0.f;
 
@@ -388,12 +420,12 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
       if (CAUSAL) {
         const int shift = tile.keys - tile.rows + 1;
         limit0 = min(limit0, row0 + shift);
-        limit1 = min(limit1, row0 + 8 + shift);
+        limit1 = min(limit1, row1 + shift);
       }
       mask_columns(s, limit0 - first, limit1 - first);
     };
 
-    if (blocks.end > 0) {
+    if (blocks.end > blocks.begin) {
       // The first block's scores are there: open() of this round.
       if (blocks.end > blocks.first_masked) mask(blocks.end - 1);
       softmax_step<0, 0, 1>(s, row, factor, p.scale_log2);
@@ -435,10 +467,10 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
       };
       int block = blocks.end - 2;
       if constexpr (LeftHalf::value) {
-        if (block >= 0) advance(block--, Yes{}, Yes{});
+        if (block >= blocks.begin) advance(block--, Yes{}, Yes{});
       }
-      for (; block >= blocks.first_masked; --block) advance(block, Yes{}, No{});
-      for (; block >= 0; --block) advance(block, No{}, No{});
+      for (; block >= max(blocks.first_masked, blocks.begin); --block) advance(block, Yes{}, No{});
+      for (; block >= blocks.begin; --block) advance(block, No{}, No{});
 
       // The last P V, and with it the next tile's first scores.
       if (RESCALE_EARLY && rescale) rescale_output(o, factor);
@@ -462,20 +494,42 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
     }
     release_q((round + Q_STAGES - 1) % Q_STAGES);
 
-    // Epilogue: normalise, stage O where Q was, store.
+    // Epilogue: normalise; stage O where Q was, and store it; or write a split's part as it is.
     float inverse[2];
+#if SPLIT
+    const long long partials = static_cast<long long>(p.heads) * p.rows;
+#else
     const long long lse_row = VARLEN ? static_cast<long long>(tile.head) * p.rows + tile.q_offset
                                      : (static_cast<long long>(tile.batch) * p.heads + tile.head) * p.rows;
+#endif
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = quad_sum(row.sum[2 * r] + row.sum[2 * r + 1]);
       const bool empty = row.max[r] == -ATTN_INFINITY && sum == 0.f;  // a row of NaN is not empty
       inverse[r] = empty ? 0.f : 1.f / sum;
-      if ((lane & 3) == 0 && row0 + 8 * r < tile.rows)
-        // The same rounded base as in the exponents, so that its rounding cancels.
-        p.lse[lse_row + row0 + 8 * r] =
-            empty ? -ATTN_INFINITY : (__fmul_rn(row.max[r], p.scale_log2) + log2_mufu(sum)) * kLn2;
+      // The same rounded base as in the exponents, so that its rounding cancels.
+      const float lse =
+          empty ? -ATTN_INFINITY : (__fmul_rn(row.max[r], p.scale_log2) + log2_mufu(sum)) * kLn2;
+      const int query = r ? row1 : row0;
+#if SPLIT
+      if (query >= tile.rows) continue;
+      const int head = tile.head * p.group + (in_tile + 8 * r) % p.group;
+      const long long place =
+          (static_cast<long long>(tile.split) * p.batch + tile.batch) * partials + static_cast<long long>(head) * p.rows + query;
+      if ((lane & 3) == 0) p.partial_lse[place] = lse;
+      if (empty) continue;
+      float2* out = reinterpret_cast<float2*>(p.partial_out + place * p.head_dim_v);
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM_V / 8; ++i)
+        if (8 * i < p.head_dim_v)
+          out[4 * i + (lane & 3)] = make_float2(o[4 * i + 2 * r] * inverse[r], o[4 * i + 2 * r + 1] * inverse[r]);
+#else
+      if ((lane & 3) == 0 && query < tile.rows) p.lse[lse_row + query] = lse;
+#endif
     }
+#if SPLIT
+    named_barrier_sync(together, 128);  // every warp is done with Q and the tile
+#else
     rescale_output(o, inverse);
     named_barrier_sync(together, 128);  // every warp is done reading Q
     {
@@ -515,6 +569,7 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
       }
       named_barrier_sync(together, 128);  // every thread is done reading O
     }
+#endif
     stored = thread == 0;
     if (Q_STAGES == 1) {
       release_q(qs);

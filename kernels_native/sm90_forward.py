@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kernels_native.jit import Specialisation
 from kernels_native.launch import Kernel, current_stream, kernel
-from kernels_native.tensor_map import row_map, tma_ready
+from kernels_native.tensor_map import row_map, tensor_map, tma_ready
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +20,9 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 LOG2_E = math.log2(math.e)
 L2_BYTES = 32 << 20
 """Keys and values of one section of heads under causal: about what stays in the H200's 50 MB L2 beside the rest."""
-_PARAMS = struct.Struct("512s 6Q 8i f 44x")
+_PARAMS = struct.Struct("512s 8Q 11i f 16x")
 _PREPARE = struct.Struct("2Q 2i")
+_COMBINE = struct.Struct("4Q q 4i")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Config:
     warpgroups: int = 2
     stages: int = 2
     q_stages: int = 2
+    split: bool = False
     dynamic: bool = True
     pingpong: bool = True
     diagonal_halves: bool = False
@@ -69,6 +71,7 @@ class Config:
             "Q_STAGES": self.q_stages,
             "CAUSAL": int(self.causal),
             "VARLEN": int(self.varlen),
+            "SPLIT": int(self.split),
             "DYNAMIC": int(self.dynamic),
             "PINGPONG": int(self.pingpong),
             "DIAGONAL_HALVES": int(self.causal and self.diagonal_halves),
@@ -89,6 +92,16 @@ class Config:
             shared_bytes=self.shared_bytes,
             backend="sm90",
             options=tuple(options),
+        )
+
+    def combine(self) -> Specialisation:
+        """The kernel that merges splits."""
+        return Specialisation(
+            source="sm90_forward_combine.cu",
+            entry="sm90_forward_combine",
+            threads=256,
+            backend="sm90",
+            options=("-DATTN_FP16",) if self.dtype == "fp16" else (),
         )
 
     def prepare(self) -> Specialisation:
@@ -125,6 +138,12 @@ def choose(head_dim: int, head_dim_v: int, causal: bool, varlen: bool, dtype: st
 
 
 @functools.cache
+def split_config(config: Config) -> Config:
+    """The same for few queries: 128 rows a tile."""
+    return replace(config, split=True, warpgroups=2, diagonal_halves=False)
+
+
+@functools.cache
 def _multiprocessors(device: int) -> int:
     import torch
 
@@ -132,8 +151,9 @@ def _multiprocessors(device: int) -> int:
 
 
 @functools.cache
-def _kernels(config: Config, device: int) -> tuple[Kernel, Kernel]:
-    return kernel(config.specialisation(), device), kernel(config.prepare(), device)
+def _kernels(config: Config, device: int) -> tuple[Kernel, Kernel, Kernel]:
+    """The forward, the schedule of packed sequences, the merging of splits."""
+    return tuple(kernel(s, device) for s in (config.specialisation(), config.prepare(), config.combine()))  # type: ignore[return-value]
 
 
 _counters: dict[tuple[int, int], torch.Tensor] = {}
@@ -163,7 +183,41 @@ def specialisations() -> Iterator[Specialisation]:
         for varlen in (False, True)
     ]
     yield from (config.specialisation() for config in configs)
-    yield from dict.fromkeys(config.prepare() for config in configs)
+    yield from (split_config(config).specialisation() for config in configs if not config.varlen)
+    yield from dict.fromkeys(one for config in configs for one in (config.prepare(), config.combine()))
+
+
+def split_plan(
+    rows: int, keys: int, heads: int, kv_heads: int, batch: int, blocks: int, block_m: int, block_n: int
+) -> tuple[int, int, int]:
+    """(queries a tile, splits, key blocks a split) for few queries over many keys; splits 0: not worth it.
+
+    With a group's heads as rows of one tile, keys and values are read once a group; splitting the keys occupies all
+    `blocks` multiprocessors.
+    """
+    group = heads // kv_heads
+    if group > block_m or not rows * keys * batch:
+        return 0, 0, 0
+    tile_rows = min(block_m // group, 256)
+    plain = -(-rows // block_m) * heads * batch
+    packed = -(-rows // tile_rows) * kv_heads * batch
+    key_blocks = -(-keys // block_n)
+    splits = max(1, min(blocks // packed, key_blocks // 4))
+    each = -(-key_blocks // splits)
+    splits = -(-key_blocks // each)
+    if (rows <= 64 and (2 * packed <= plain or splits > 1)) or (2 * plain <= blocks and splits > 1):
+        return tile_rows, splits, each
+    return 0, 0, 0
+
+
+def _group_map(q: torch.Tensor, dtype: str, group: int, tile_rows: int) -> bytes:
+    """Map of q with coordinates (column, head in group, query, key head, batch)."""
+    batch, rows, heads, columns = q.shape
+    b, t, h, _ = q.stride()
+    sizes = (group, rows, heads // group, batch)
+    # Nobody follows the stride of a dimension of one, but the driver wants a legal one.
+    strides = tuple(2 * step if size > 1 else 16 for size, step in zip(sizes, (h, t, h * group, b), strict=True))
+    return tensor_map(dtype, q.data_ptr(), (columns, *sizes), strides, (64, group, tile_rows, 1, 1))
 
 
 def forward(
@@ -192,24 +246,39 @@ def forward(
     varlen = cu_seqlens_q is not None
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     dtype = "bf16" if q.dtype == torch.bfloat16 else "fp16"
-    if config is None:
-        config = choose(head_dim, head_dim_v, causal, varlen, dtype)
     device = q.device.index
     heads, kv_heads = q.shape[-2], k.shape[-2]
     rows, keys = q.shape[-3], k.shape[-3]
     batch = cu_seqlens_q.numel() - 1 if cu_seqlens_q is not None else q.shape[0]
+    tile_rows = splits = blocks_per_split = 0
+    if config is None or config.split:
+        given, config = config, config or choose(head_dim, head_dim_v, causal, varlen, dtype)
+        if not varlen:
+            packed = given or split_config(config)
+            tile_rows, splits, blocks_per_split = split_plan(
+                rows, keys, heads, kv_heads, batch, _multiprocessors(device), packed.block_m, packed.block_n
+            )
+            if splits or given:
+                config = packed
+            if not splits and given:  # asked for by name
+                tile_rows, splits, blocks_per_split = (
+                    config.block_m // (heads // kv_heads),
+                    1,
+                    -(-keys // config.block_n),
+                )
     out = torch.empty((*q.shape[:-1], head_dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, rows) if varlen else (batch, heads, rows), dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
-    q_map = row_map(q, dtype, config.block_m)
+    group = heads // kv_heads
+    q_map = _group_map(q, dtype, group, tile_rows) if splits else row_map(q, dtype, config.block_m)
     # Without keys nothing is loaded through their maps, but the kernel prefetches them.
     k_map = row_map(k, dtype, config.block_n) if k.numel() else q_map
     v_map = row_map(v, dtype, config.block_n) if v.numel() else q_map
-    main, prepare = _kernels(config, device)
+    main, prepare, combine = _kernels(config, device)
     stream = current_stream(device)
-    row_tiles = -(-rows // config.block_m)
+    row_tiles = -(-rows // (tile_rows if splits else config.block_m))
     offsets_address = cu_q_address = cu_k_address = 0
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         offsets = torch.empty(batch + 2, dtype=torch.int32, device=q.device)
@@ -218,9 +287,12 @@ def forward(
         prepare.launch((1, 1, 1), _PREPARE.pack(cu_q_address, offsets_address, batch, rows), stream)
         most_tiles = (row_tiles + batch + 1) * heads
     else:
-        most_tiles = row_tiles * heads * batch
+        most_tiles = row_tiles * (kv_heads * splits if splits else heads) * batch
+    partial_out = partial_lse = out
+    if splits:
+        partial_out = torch.empty((splits, *lse.shape, head_dim_v), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
     counter = _counter(device, stream)
-    group = heads // kv_heads
     section = min(max(1, L2_BYTES // max(1, 2 * keys * (head_dim + head_dim_v))) * group, heads * batch)
     params = _PARAMS.pack(
         q_map + k_map + v_map + row_map(out, dtype, 64),
@@ -229,6 +301,8 @@ def forward(
         cu_q_address,
         cu_k_address,
         offsets_address,
+        partial_out.data_ptr(),
+        partial_lse.data_ptr(),
         counter.data_ptr(),
         batch,
         heads,
@@ -238,8 +312,25 @@ def forward(
         row_tiles,
         section,
         head_dim_v,
+        tile_rows,
+        splits,
+        blocks_per_split,
         softmax_scale * LOG2_E,
     )
     grid = min(_multiprocessors(device), most_tiles)
     main.launch((grid, 1, 1), params, stream)
+    if splits:
+        total = lse.numel()
+        merged = _COMBINE.pack(
+            partial_out.data_ptr(),
+            partial_lse.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+            total,
+            heads,
+            rows,
+            head_dim_v,
+            splits,
+        )
+        combine.launch((-(-total // 8), 1, 1), merged, stream)
     return out, lse

@@ -13,7 +13,7 @@ struct alignas(16) Tile {
   int keys;      // key length of the sequence
   int q_offset;  // packed tokens before the sequence
   int k_offset;
-  int unused;
+  int split;  // which share of the keys
 };
 
 // The round-robin position of a block in round `round`. Rounds run to and fro, so that with longest tiles first no

@@ -23,6 +23,15 @@ __device__ __forceinline__ void tma_load_4d(u32 destination, const TensorMap& ma
       : "memory");
 }
 
+__device__ __forceinline__ void tma_load_5d(u32 destination, const TensorMap& map, u32 barrier, int c0, int c1, int c2,
+                                            int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+      "[%2];" ::"r"(destination),
+      "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 // Stores one box; elements outside the tensor are dropped.
 __device__ __forceinline__ void tma_store_4d(const TensorMap& map, u32 source, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
