@@ -1,8 +1,8 @@
 """Block attention residuals in Triton: public functions, their custom ops, and the raw entry points.
 
 Phase 1 attends S pseudo-queries to N block representations at every position; phase 2 merges one such result with the
-intra-block partial sum. Logits are <query, key> with key = value · rsqrt(mean(value²) + eps), unscaled. Statistics, logits
-and log-sum-exps are fp32, each output is rounded once. No atomics: every call is bitwise reproducible.
+intra-block partial sum. Logits are <query, key> with key = value · rsqrt(mean(value²) + eps), unscaled. Statistics,
+logits and log-sum-exps are fp32, each output is rounded once. No atomics: every call is bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kernels_triton.attnres_arguments import check_buffer, check_eps, check_grad
 from kernels_triton.attnres_common import blocks_of, rows_of
 
 Gradient = torch.Tensor | None
+MAX_QUERIES = 64  # of one launch
 
 
 def _on(tensor: torch.Tensor) -> AbstractContextManager[Any]:
@@ -30,18 +31,29 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
+def _groups(queries: int) -> list[tuple[int, int]]:
+    """First and last-but-one of each group of queries that one launch takes."""
+    return [(first, min(first + MAX_QUERIES, queries)) for first in range(0, max(queries, 1), MAX_QUERIES)]
+
+
 def _launch_phase1(
-    values: torch.Tensor, queries: torch.Tensor, eps: float, save: bool
+    values: torch.Tensor, queries: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     v, w = blocks_of(values), _dense(queries)
     blocks, rows, _ = v.shape
     out = values.new_empty((w.shape[0], *values.shape[1:]))
     lse = values.new_empty(out.shape[:-1], dtype=torch.float32)
-    logits = values.new_empty((rows, w.shape[0], blocks) if save else (0,), dtype=torch.float32)
-    rstd = values.new_empty((rows, blocks) if save else (0,), dtype=torch.float32)
+    logits = values.new_empty(rows * w.shape[0] * blocks, dtype=torch.float32)
+    rstd = values.new_empty((rows, blocks), dtype=torch.float32)
     with _on(values):
-        attend_forward.forward(v, w, out, lse, logits if save else None, rstd if save else None, eps)
+        for i, j in _groups(w.shape[0]):
+            attend_forward.forward(v, w[i:j], out[i:j], lse[i:j], _share(logits, v, i, j), rstd, eps)
     return out, lse, logits, rstd
+
+
+def _share(logits: torch.Tensor, v: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """The logits of one group of queries: groups follow one another in memory."""
+    return logits[first * v.shape[0] * v.shape[1] : end * v.shape[0] * v.shape[1]]
 
 
 def _launch_phase1_backward(
@@ -60,30 +72,47 @@ def _launch_phase1_backward(
     if dout is None:
         dout = values.new_zeros(v.shape[-1]).expand(w.shape[0], *values.shape[1:])
     do = blocks_of(dout) if w.shape[0] else dout.reshape(0, v.shape[1], v.shape[2])
+    dl = None if dlse is None else dlse.contiguous()
+    groups = _groups(w.shape[0])
+    # Several groups add up in fp32, so that dvalues is rounded once.
+    total = dvalues if len(groups) == 1 else torch.zeros_like(dvalues, dtype=torch.float32)
     with _on(values):
-        attend_backward.backward(
-            v, w, do, lse, None if dlse is None else dlse.contiguous(), logits, rstd, dvalues, dqueries, accumulate
-        )
+        for i, j in groups:
+            attend_backward.backward(
+                v,
+                w[i:j],
+                do[i:j],
+                lse[i:j],
+                None if dl is None else dl[i:j],
+                _share(logits, v, i, j),
+                rstd,
+                total,
+                dqueries[i:j],
+                accumulate_v=accumulate or len(groups) > 1,
+                accumulate_w=accumulate,
+            )
+        if total is not dvalues:
+            dvalues.copy_(total.add_(dvalues) if accumulate else total)
 
 
 @torch.library.custom_op("attnbench_triton::attnres_phase1_forward", mutates_args=())
 def _phase1_op(
-    values: torch.Tensor, queries: torch.Tensor, eps: float, save: bool
+    values: torch.Tensor, queries: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _launch_phase1(values, queries, eps, save)
+    return _launch_phase1(values, queries, eps)
 
 
 @_phase1_op.register_fake
 def _(
-    values: torch.Tensor, queries: torch.Tensor, eps: float, save: bool
+    values: torch.Tensor, queries: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     out = values.new_empty((queries.shape[0], *values.shape[1:]))
     rows = values[0].numel() // values.shape[-1]
     return (
         out,
         values.new_empty(out.shape[:-1], dtype=torch.float32),
-        values.new_empty((rows, queries.shape[0], values.shape[0]) if save else (0,), dtype=torch.float32),
-        values.new_empty((rows, values.shape[0]) if save else (0,), dtype=torch.float32),
+        values.new_empty(rows * queries.shape[0] * values.shape[0], dtype=torch.float32),
+        values.new_empty((rows, values.shape[0]), dtype=torch.float32),
     )
 
 
@@ -116,22 +145,19 @@ def _(
 
 
 def _phase1_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    values, queries, _eps, save = inputs
+    values, queries, _eps = inputs
     _out, lse, logits, rstd = output
     ctx.set_materialize_grads(False)
-    ctx.saved = save
     ctx.mark_non_differentiable(logits, rstd)
     ctx.save_for_backward(values, queries, lse, logits, rstd)
 
 
 def _phase1_gradients(ctx: Any, dout: Gradient, dlse: Gradient, *_: Gradient) -> tuple[Gradient, ...]:
     if dout is None and dlse is None:
-        return None, None, None, None
-    if not ctx.saved:
-        raise RuntimeError("attnres_phase1_forward ran with save=False: call it with save=True to differentiate it")
+        return None, None, None
     dvalues, dqueries = _phase1_backward_op(dout, dlse, *ctx.saved_tensors)
     needs = ctx.needs_input_grad
-    return dvalues if needs[0] else None, dqueries if needs[1] else None, None, None
+    return dvalues if needs[0] else None, dqueries if needs[1] else None, None
 
 
 _phase1_op.register_autograd(_phase1_gradients, setup_context=_phase1_context)
@@ -153,20 +179,20 @@ def attnres_phase1(
             interpreter.
     """
     check_phase1(values, queries)
-    save = torch.is_grad_enabled() and (values.requires_grad or queries.requires_grad)
-    out, lse, _, _ = _phase1_op(values, queries, check_eps(eps), save)
+    out, lse, _, _ = _phase1_op(values, queries, check_eps(eps))
     return out, lse
 
 
 def attnres_phase1_forward(
-    values: torch.Tensor, queries: torch.Tensor, eps: float | None = None, *, save: bool = True
+    values: torch.Tensor, queries: torch.Tensor, eps: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, logits, rstd) without autograd: the kernel's own entry point.
 
-    logits `[R, S, N]` and rstd `[R, N]` (R positions, fp32) are what the backward starts from; empty without `save`.
+    logits (fp32, one a position, query and block, in the backward's own order) and rstd `[R, N]` (R positions, fp32)
+    are what the backward starts from.
     """
     check_phase1(values, queries)
-    return _launch_phase1(values, queries, check_eps(eps), save)
+    return _launch_phase1(values, queries, check_eps(eps))
 
 
 def attnres_phase1_backward(
@@ -184,8 +210,8 @@ def attnres_phase1_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dvalues, dqueries) without autograd from the forward's lse, logits and rstd.
 
-    dout `[S, ..., D]` and dlse `[S, ...]` may have any strides; None stands for zeros. Contiguous buffers may be given to
-    write into; with `accumulate` the gradients are added to what they hold (added in fp32, rounded once).
+    dout `[S, ..., D]` and dlse `[S, ...]` may have any strides; None stands for zeros. Contiguous buffers may be given
+    to write into; with `accumulate` the gradients are added to what they hold (added in fp32, rounded once).
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, shape, device or layout, or `accumulate` lacks a buffer.
@@ -329,8 +355,8 @@ def attnres_phase2(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Online-softmax merge of an inter-block result with the intra-block partial sum, differentiable in both outputs.
 
-    partial_sum and inter_out `[..., D]`, query `[D]` in fp32, fp16 or bf16 (dtypes may differ), inter_lse `[...]` in any
-    float dtype; any strides. A position whose inter_lse is -inf gives its partial sum. eps defaults to
+    partial_sum and inter_out `[..., D]`, query `[D]` in fp32, fp16 or bf16 (dtypes may differ), inter_lse `[...]` in
+    any float dtype; any strides. A position whose inter_lse is -inf gives its partial sum. eps defaults to
     `torch.finfo(torch.float32).eps`.
 
     Returns:
@@ -372,8 +398,8 @@ def attnres_phase2_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dpartial_sum, dquery, dinter_out, dinter_lse) without autograd.
 
-    dout `[..., D]` and dlse `[...]` may have any strides; None stands for zeros. Contiguous buffers may be given for the
-    first two; with `accumulate` these gradients are added to what they hold (added in fp32, rounded once).
+    dout `[..., D]` and dlse `[...]` may have any strides; None stands for zeros. Contiguous buffers may be given for
+    the first two; with `accumulate` these gradients are added to what they hold (added in fp32, rounded once).
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, shape, device or layout, or `accumulate` lacks a buffer.

@@ -2,8 +2,11 @@
 
 With p = exp(s - L), g[s, n] = <dO_s, V_n>, delta[s] = sum_n p g and ds = p (g - delta + dL), per row:
 dV_n = sum_s (p dO_s + ds r_n W_s) - V_n (r_n²/D) sum_s ds s, and dW_s = sum over rows and n of ds r_n V_n.
-A program takes a few rows and walks their hidden dimension twice in chunks: once for g, once for dV. The weights ds r_n of
-dW are left in memory (4 bytes a logit) for a second kernel, whose programs own a slice of D and a share of the rows.
+
+Two steps. The first takes whole rows: it reads V and dO once for g, and leaves p, ds r and V's own factor in memory, a
+few hundred bytes a row. The second takes a slice of D for many rows: it reads V and dO again and writes dV, while the
+slice of W and the sum for dW stay in registers. On a GPU both run in one launch, a window of rows at a time, so that
+the second reading is served by the L2 cache; programs meet between the steps of a window.
 """
 
 from __future__ import annotations
@@ -14,119 +17,95 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels_triton.attnres_common import INTERPRET, column_sum, multiprocessors, rounded
 from kernels_triton.attnres_attend_forward import plain_dot, split_dot
+from kernels_triton.attnres_common import INTERPRET, column_sum, multiprocessors, rounded
 
 
 @triton.jit
-def _backward(
+def _row_weights(
+    row,
     v_ptr,
-    w_ptr,
     do_ptr,
     lse_ptr,
     dl_ptr,
     logits_ptr,
     rstd_ptr,
-    dv_ptr,
+    p_ptr,
     coef_ptr,
+    norm_ptr,
     v_block_stride,
     v_row_stride,
-    w_stride,
     do_query_stride,
     do_row_stride,
     rows,
     hidden,
     blocks,
     queries,
-    programs,
     HAS_DL: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     SPLITS: tl.constexpr,
-    CHUNK_A: tl.constexpr,
-    CHUNK_B: tl.constexpr,
-    STAGES_A: tl.constexpr,
-    STAGES_B: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    source = tl.arange(0, ROWS * BLOCK_N)
-    n = source % BLOCK_N
-    target = tl.arange(0, ROWS * BLOCK_S)
-    s = target % BLOCK_S
-    part = tl.arange(0, SPLITS) * CHUNK_A
-    same = source[:, None] == source[None, :]
-    own = (target // BLOCK_S)[:, None] == (source // BLOCK_N)[None, :]
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), programs):
-        first = tl.cast(tile, tl.int64) * ROWS
-        v_row = first + source // BLOCK_N
-        v_ok = (v_row < rows) & (n < blocks)
-        v_at = v_ptr + n.to(tl.int64) * v_block_stride + v_row * v_row_stride
-        o_row = first + target // BLOCK_S
-        o_ok = (o_row < rows) & (s < queries)
-        do_at = do_ptr + s.to(tl.int64) * do_query_stride + o_row * do_row_stride
-        # Each warp takes its own columns: a tile of 16 by 16 has no other way to share the work.
-        g = tl.zeros([SPLITS, ROWS * BLOCK_S, ROWS * BLOCK_N], tl.float32)
-        for chunk in tl.range(0, hidden, SPLITS * CHUNK_A, num_stages=STAGES_A):
-            d = chunk + part[:, None, None] + tl.arange(0, CHUNK_A)[None, None, :]
-            live = d < hidden
-            v = tl.load(v_at[None, :, None] + d, mask=v_ok[None, :, None] & live, other=0.0)
-            e = chunk + part[:, None, None] + tl.arange(0, CHUNK_A)[None, :, None]
-            do = tl.load(do_at[None, None, :] + e, mask=o_ok[None, None, :] & (e < hidden), other=0.0)
-            g = plain_dot(tl.permute(do, (0, 2, 1)), tl.permute(v, (0, 2, 1)), g, SPLIT, PRECISION)
-        g = tl.sum(g, axis=0)
-
-        at = (o_row * queries + s)[:, None] * blocks + n[None, :]
-        here = own & o_ok[:, None] & v_ok[None, :]
-        logit = tl.load(logits_ptr + at, mask=here, other=0.0)
-        lse = tl.load(lse_ptr + s.to(tl.int64) * rows + o_row, mask=o_ok, other=0.0)
-        rstd = tl.load(rstd_ptr + v_row * blocks + n, mask=v_ok, other=0.0)
-        p = tl.where(here, tl.exp(logit - lse[:, None]), 0.0)
-        g = tl.where(here, g, 0.0)
-        away = g - tl.sum(p * g, axis=1)[:, None]
-        if HAS_DL:
-            dl = tl.load(dl_ptr + s.to(tl.int64) * rows + o_row, mask=o_ok, other=0.0).to(tl.float32)
-            away += dl[:, None]
-        ds = p * away
-        coef = ds * rstd[None, :]
-        tl.store(coef_ptr + at, coef, mask=here)
-        norm = tl.sum(ds * logit, axis=0) * rstd * rstd / hidden
-        p_t = tl.trans(p)
-        coef_t = tl.trans(coef)
-        norm_t = tl.where(same, -norm[None, :], 0.0)
-        last = (tl.cdiv(hidden, CHUNK_B) - 1) * CHUNK_B
-        dv_at = dv_ptr + (n.to(tl.int64) * rows + v_row) * hidden
-        for back in tl.range(0, hidden, CHUNK_B, num_stages=STAGES_B):  # the latest columns are still in the cache
-            d = last - back + tl.arange(0, CHUNK_B)
-            live = d < hidden
-            v_mask = v_ok[:, None] & live[None, :]
-            v = tl.load(v_at[:, None] + d[None, :], mask=v_mask, other=0.0)
-            do = tl.load(do_at[:, None] + d[None, :], mask=o_ok[:, None] & live[None, :], other=0.0)
-            w = tl.load(
-                w_ptr + s[:, None] * w_stride + d[None, :], mask=(s < queries)[:, None] & live[None, :], other=0.0
-            )
-            dv = split_dot(p_t, do, tl.zeros([ROWS * BLOCK_N, CHUNK_B], tl.float32), SPLIT, PRECISION)
-            dv = split_dot(coef_t, w, dv, SPLIT, PRECISION)
-            dv = split_dot(norm_t, v, dv, SPLIT, PRECISION)
-            if ACCUMULATE:
-                dv += tl.load(dv_at[:, None] + d[None, :], mask=v_mask, other=0.0).to(tl.float32)
-            tl.store(dv_at[:, None] + d[None, :], rounded(dv, dv_ptr), mask=v_mask)
+    """p, ds r `[S, N]` and -r² / D sum_s ds s `[N]` of one row, written to memory."""
+    row64 = tl.cast(row, tl.int64)
+    n = tl.arange(0, BLOCK_N)
+    s = tl.arange(0, BLOCK_S)
+    has_n = n < blocks
+    has_s = s < queries
+    at = (row64 * queries + s)[:, None] * blocks + n[None, :]
+    here = has_s[:, None] & has_n[None, :]
+    logit = tl.load(logits_ptr + at, mask=here, other=0.0)
+    lse = tl.load(lse_ptr + s.to(tl.int64) * rows + row64, mask=has_s, other=0.0)
+    rstd = tl.load(rstd_ptr + row64 * blocks + n, mask=has_n, other=0.0)
+    v_at = v_ptr + n.to(tl.int64) * v_block_stride + row64 * v_row_stride
+    do_at = do_ptr + s.to(tl.int64) * do_query_stride + row64 * do_row_stride
+    # Each warp takes its own columns: so small a product has no other way to share the work.
+    part = tl.arange(0, SPLITS) * CHUNK
+    g = tl.zeros([SPLITS, BLOCK_S, BLOCK_N], tl.float32)
+    for chunk in tl.range(0, hidden, SPLITS * CHUNK, num_stages=STAGES):
+        d = chunk + part[:, None, None] + tl.arange(0, CHUNK)[None, None, :]
+        v = tl.load(v_at[None, :, None] + d, mask=has_n[None, :, None] & (d < hidden), other=0.0)
+        e = chunk + part[:, None, None] + tl.arange(0, CHUNK)[None, :, None]
+        do = tl.load(do_at[None, None, :] + e, mask=has_s[None, None, :] & (e < hidden), other=0.0)
+        g = plain_dot(tl.permute(do, (0, 2, 1)), tl.permute(v, (0, 2, 1)), g, SPLIT, PRECISION)
+    g = tl.sum(g, axis=0)
+    p = tl.where(here, tl.exp(logit - lse[:, None]), 0.0)
+    away = g - tl.sum(p * g, axis=1)[:, None]
+    if HAS_DL:
+        away += tl.load(dl_ptr + s.to(tl.int64) * rows + row64, mask=has_s, other=0.0).to(tl.float32)[:, None]
+    ds = p * away
+    tl.store(p_ptr + at, p, mask=here)
+    tl.store(coef_ptr + at, ds * rstd[None, :], mask=here)
+    norm = tl.sum(ds * logit, axis=0) * rstd * rstd / hidden
+    tl.store(norm_ptr + row64 * blocks + n, -norm, mask=has_n)
 
 
 @triton.jit
-def _query_gradient(
+def _columns(
+    start,
+    end,
+    d,
+    w,
+    dw,
     v_ptr,
+    do_ptr,
+    p_ptr,
     coef_ptr,
-    partial_ptr,
+    norm_ptr,
+    dv_ptr,
     v_block_stride,
     v_row_stride,
+    do_query_stride,
+    do_row_stride,
     rows,
     hidden,
     blocks,
     queries,
-    rows_each,
+    ACCUMULATE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -135,30 +114,155 @@ def _query_gradient(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """dV at the columns `d` for the rows from `start` to `end`; returns `dw` with these rows' share added."""
     source = tl.arange(0, ROWS * BLOCK_N)
+    target = tl.arange(0, ROWS * BLOCK_S)
     n = source % BLOCK_N
-    s = tl.arange(0, BLOCK_S)
-    d = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    s = target % BLOCK_S
+    own = (target // BLOCK_S)[:, None] == (source // BLOCK_N)[None, :]
+    own_t = (source // BLOCK_N)[:, None] == (target // BLOCK_S)[None, :]
+    same = source[:, None] == source[None, :]
     live = d < hidden
-    part = tl.program_id(1)
-    start = part.to(tl.int64) * rows_each
-    end = tl.minimum(start + rows_each, rows)
-    dw = tl.zeros([BLOCK_S, CHUNK], tl.float32)
     for first in tl.range(start, end, ROWS, num_stages=STAGES):
-        row = first + source // BLOCK_N
-        ok = (row < end) & (n < blocks)
-        v_at = v_ptr + n.to(tl.int64) * v_block_stride + row * v_row_stride
-        v = tl.load(v_at[:, None] + d[None, :], mask=ok[:, None] & live[None, :], other=0.0)
-        at = (row[None, :] * queries + s[:, None]) * blocks + n[None, :]
-        coef = tl.load(coef_ptr + at, mask=ok[None, :] & (s < queries)[:, None], other=0.0)
+        v_row = first + (source // BLOCK_N).to(tl.int64)
+        o_row = first + (target // BLOCK_S).to(tl.int64)
+        v_ok = (v_row < end) & (n < blocks)
+        o_ok = (o_row < end) & (s < queries)
+        v_mask = v_ok[:, None] & live[None, :]
+        v_at = v_ptr + n.to(tl.int64) * v_block_stride + v_row * v_row_stride
+        do_at = do_ptr + s.to(tl.int64) * do_query_stride + o_row * do_row_stride
+        v = tl.load(v_at[:, None] + d[None, :], mask=v_mask, other=0.0)
+        do = tl.load(do_at[:, None] + d[None, :], mask=o_ok[:, None] & live[None, :], other=0.0)
+        # Each small matrix is loaded as its product wants it, so that every load can run ahead of its turn.
+        at = (o_row * queries + s)[:, None] * blocks + n[None, :]
+        coef = tl.load(coef_ptr + at, mask=own & o_ok[:, None] & v_ok[None, :], other=0.0)
+        at_t = (o_row * queries + s)[None, :] * blocks + n[:, None]
+        here_t = own_t & o_ok[None, :] & v_ok[:, None]
+        p_t = tl.load(p_ptr + at_t, mask=here_t, other=0.0)
+        coef_t = tl.load(coef_ptr + at_t, mask=here_t, other=0.0)
+        norm_at = norm_ptr + (v_row * blocks + n)[:, None] + tl.zeros_like(source)[None, :]
+        norm = tl.load(norm_at, mask=same & v_ok[:, None], other=0.0)
+        dv = split_dot(p_t, do, tl.zeros([ROWS * BLOCK_N, CHUNK], tl.float32), SPLIT, PRECISION)
+        dv = split_dot(coef_t, w, dv, SPLIT, PRECISION)
+        dv = split_dot(norm, v, dv, SPLIT, PRECISION)
         dw = split_dot(coef, v, dw, SPLIT, PRECISION)
-    at = (part.to(tl.int64) * queries + s[:, None]) * hidden + d[None, :]
-    tl.store(partial_ptr + at, dw, mask=(s < queries)[:, None] & live[None, :])
+        dv_at = dv_ptr + (n.to(tl.int64) * rows + v_row) * hidden
+        if ACCUMULATE:
+            dv += tl.load(dv_at[:, None] + d[None, :], mask=v_mask, other=0.0).to(tl.float32)
+        tl.store(dv_at[:, None] + d[None, :], rounded(dv, dv_ptr), mask=v_mask)
+    return dw
+
+
+@triton.jit
+def _slice_of_queries(
+    w_ptr, w_stride, d, hidden, queries, ROWS: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """W at the columns `d`, once for each row of a tile."""
+    s = tl.arange(0, ROWS * BLOCK_S) % BLOCK_S
+    mask = (s < queries)[:, None] & (d < hidden)[None, :]
+    return tl.load(w_ptr + s[:, None] * w_stride + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_slice(
+    dw, partial_ptr, line, d, hidden, queries, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The sum over a tile's rows of `dw` `[ROWS * BLOCK_S, CHUNK]` into line `line` of the partial sums `[., S, D]`."""
+    total = tl.sum(tl.reshape(dw, [ROWS, BLOCK_S, CHUNK]), axis=0)
+    s = tl.arange(0, BLOCK_S)
+    at = (tl.cast(line, tl.int64) * queries + s)[:, None] * hidden + d[None, :]
+    tl.store(partial_ptr + at, total, mask=(s < queries)[:, None] & (d < hidden)[None, :])
+
+
+@triton.jit
+def _first_step(
+    v_ptr, do_ptr, lse_ptr, dl_ptr, logits_ptr, rstd_ptr, p_ptr, coef_ptr, norm_ptr,
+    v_block_stride, v_row_stride, do_query_stride, do_row_stride, rows, hidden, blocks, queries, programs,
+    HAS_DL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    for row in range(tl.program_id(0), rows, programs):
+        _row_weights(
+            row, v_ptr, do_ptr, lse_ptr, dl_ptr, logits_ptr, rstd_ptr, p_ptr, coef_ptr, norm_ptr, v_block_stride,
+            v_row_stride, do_query_stride, do_row_stride, rows, hidden, blocks, queries, HAS_DL, BLOCK_N, BLOCK_S,
+            SPLITS, CHUNK, STAGES, SPLIT, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _second_step(
+    v_ptr, w_ptr, do_ptr, p_ptr, coef_ptr, norm_ptr, dv_ptr, partial_ptr,
+    v_block_stride, v_row_stride, w_stride, do_query_stride, do_row_stride, rows, hidden, blocks, queries, share,
+    ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    d = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    line = tl.program_id(1)
+    w = _slice_of_queries(w_ptr, w_stride, d, hidden, queries, ROWS, BLOCK_S)
+    start = line * share
+    dw = _columns(
+        start, tl.minimum(start + share, rows), d, w, tl.zeros([ROWS * BLOCK_S, CHUNK], tl.float32), v_ptr, do_ptr,
+        p_ptr, coef_ptr, norm_ptr, dv_ptr, v_block_stride, v_row_stride, do_query_stride, do_row_stride, rows, hidden,
+        blocks, queries, ACCUMULATE, ROWS, BLOCK_N, BLOCK_S, CHUNK, STAGES, SPLIT, PRECISION,
+    )  # fmt: skip
+    _store_slice(dw, partial_ptr, line, d, hidden, queries, ROWS, BLOCK_S, CHUNK)
+
+
+@triton.jit
+def _both_steps(
+    v_ptr, w_ptr, do_ptr, lse_ptr, dl_ptr, logits_ptr, rstd_ptr, p_ptr, coef_ptr, norm_ptr, dv_ptr, partial_ptr,
+    arrived_ptr, v_block_stride, v_row_stride, w_stride, do_query_stride, do_row_stride, rows, hidden, blocks, queries,
+    programs, window, slices, parts,
+    GROUPS: tl.constexpr, HAS_DL: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_N1: tl.constexpr, BLOCK_S1: tl.constexpr, SPLITS: tl.constexpr, CHUNK_A: tl.constexpr,
+    CHUNK_B: tl.constexpr, STAGES_A: tl.constexpr, STAGES_B: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Programs of a group go through its windows together: first step, meeting, second step.
+
+    While one group waits, the others have the multiprocessor. All programs must be resident, hence a cooperative
+    launch.
+    """
+    group = tl.program_id(0) % GROUPS
+    me = tl.program_id(0) // GROUPS
+    d = (me % slices) * CHUNK_B + tl.arange(0, CHUNK_B)
+    part = me // slices
+    share = tl.cdiv(tl.cdiv(window, parts), ROWS) * ROWS
+    w = _slice_of_queries(w_ptr, w_stride, d, hidden, queries, ROWS, BLOCK_S)
+    dw = tl.zeros([ROWS * BLOCK_S, CHUNK_B], tl.float32)
+    expected = 0
+    for begin in range(group * window, rows, GROUPS * window):
+        stop = tl.minimum(begin + window, rows)
+        for row in range(begin + me, stop, programs):
+            _row_weights(
+                row, v_ptr, do_ptr, lse_ptr, dl_ptr, logits_ptr, rstd_ptr, p_ptr, coef_ptr, norm_ptr, v_block_stride,
+                v_row_stride, do_query_stride, do_row_stride, rows, hidden, blocks, queries, HAS_DL, BLOCK_N1, BLOCK_S1,
+                SPLITS, CHUNK_A, STAGES_A, SPLIT, PRECISION,
+            )  # fmt: skip
+        tl.debug_barrier()
+        expected += programs
+        seen = tl.atomic_add(arrived_ptr + group * 32, 1, sem="acq_rel") + 1
+        while seen < expected:
+            seen = tl.atomic_add(arrived_ptr + group * 32, 0, sem="acquire")
+        tl.debug_barrier()
+        start = begin + part * share
+        end = tl.where(part < parts, tl.minimum(start + share, stop), start)
+        dw = _columns(
+            start, end, d, w, dw, v_ptr, do_ptr, p_ptr, coef_ptr, norm_ptr, dv_ptr, v_block_stride, v_row_stride,
+            do_query_stride, do_row_stride, rows, hidden, blocks, queries, ACCUMULATE, ROWS, BLOCK_N, BLOCK_S, CHUNK_B,
+            STAGES_B, SPLIT, PRECISION,
+        )  # fmt: skip
+    if part < parts:
+        _store_slice(dw, partial_ptr, group * parts + part, d, hidden, queries, ROWS, BLOCK_S, CHUNK_B)
 
 
 @dataclass(frozen=True)
 class Config:
-    """How the launches are cut: rows a tile, chunks, stages, warps, programs a multiprocessor; dW's tile after `q_`."""
+    """How the launches are cut.
+
+    First step: `splits` of `chunk_a` columns a turn (one a warp). Second step: `rows` rows and `chunk_b` columns a turn.
+    `groups` is 0 for two launches, else the number of groups (one program of each a multiprocessor) of the one launch,
+    whose windows hold `depth` rows a program.
+    """
 
     rows: int = 1
     splits: int = 4
@@ -167,17 +271,24 @@ class Config:
     stages_a: int = 3
     stages_b: int = 3
     warps: int = 4
-    waves: int = 2
-    q_sources: int = 64
-    q_chunk: int = 128
-    q_stages: int = 4
-    q_warps: int = 4
+    waves: int = 4
+    groups: int = 0
+    depth: int = 1
+    maxnreg: int | None = None
 
 
 def default_config(hidden: int, blocks: int, queries: int, bits: int) -> Config:
+    """Tile sizes for a call; `bits` are the values'."""
+    block_n, block_s = max(16, triton.next_power_of_2(blocks)), max(16, triton.next_power_of_2(queries))
+    if INTERPRET:
+        wide = min(8192, max(16, triton.next_power_of_2(hidden)))
+        return Config(splits=1, chunk_a=wide, chunk_b=wide)
     if bits > 16:
-        return Config(chunk_a=32, chunk_b=32, splits=2, stages_a=2, stages_b=2, q_sources=32, q_chunk=32, q_stages=2)
-    return Config(rows=2 if blocks <= 8 and queries <= 8 else 1)
+        narrow = max(16, min(32, 4096 // max(block_n, block_s)))
+        return Config(splits=1, chunk_a=32, chunk_b=narrow, stages_a=2, stages_b=2)
+    splits = 4 if block_n * block_s <= 1024 else 1
+    chunk_b = max(32, min(256, 8192 // max(block_n, block_s)))
+    return Config(rows=2 if blocks <= 8 and queries <= 8 else 1, splits=splits, chunk_b=chunk_b)
 
 
 def backward(
@@ -190,18 +301,20 @@ def backward(
     rstd: torch.Tensor,
     dv: torch.Tensor,
     dw: torch.Tensor,
-    accumulate: bool = False,
+    accumulate_v: bool = False,
+    accumulate_w: bool = False,
     config: Config | None = None,
 ) -> None:
     """Launches the backward: do `[S, R, D]`, dl `[S, R]` dense or None, into dv `[N, R, D]` and dw `[S, D]` (dense).
 
-    lse, logits and rstd are the forward's. `accumulate` adds to what dv and dw hold.
+    lse, logits and rstd are the forward's. `accumulate_v` and `_w` add to what dv and dw hold.
     """
     blocks, rows, hidden = v.shape
     queries = w.shape[0]
     if rows == 0 or queries == 0:
-        if not accumulate:
+        if not accumulate_w:
             dw.zero_()
+        if not accumulate_v:
             dv.zero_()
         return
     cfg = config or default_config(hidden, blocks, queries, v.element_size() * 8)
@@ -210,26 +323,39 @@ def backward(
     # A product over the padded sources or targets of a tile has at least 16 terms.
     block_n = max(triton.next_power_of_2(blocks), triton.cdiv(16, cfg.rows))
     block_s = max(triton.next_power_of_2(queries), triton.cdiv(16, cfg.rows))
-    tiles = triton.cdiv(rows, cfg.rows)
-    programs = min(tiles, multiprocessors(v.device) * cfg.waves) if cfg.waves else tiles
-    coef = torch.empty(rows, queries, blocks, dtype=torch.float32, device=v.device)
-    _backward[(programs,)](
-        v, w, do, lse, dl, logits, rstd, dv, coef, v.stride(0), v.stride(1), w.stride(0), do.stride(0), do.stride(1),
-        rows, hidden, blocks, queries, programs, HAS_DL=dl is not None, ACCUMULATE=accumulate, ROWS=cfg.rows,
-        BLOCK_N=block_n, BLOCK_S=block_s, SPLITS=cfg.splits, CHUNK_A=cfg.chunk_a, CHUNK_B=cfg.chunk_b,
-        STAGES_A=cfg.stages_a, STAGES_B=cfg.stages_b, SPLIT=split, PRECISION=precision, num_warps=cfg.warps,
-    )  # fmt: skip
-    q_n = triton.next_power_of_2(blocks)
-    q_rows = max(1, cfg.q_sources // q_n)
-    q_n = max(q_n, triton.cdiv(16, q_rows))
-    chunks = triton.cdiv(hidden, cfg.q_chunk)
-    parts = max(1, min(triton.cdiv(rows, q_rows), triton.cdiv(4 * multiprocessors(v.device), chunks)))
-    rows_each = triton.cdiv(triton.cdiv(rows, parts), q_rows) * q_rows
-    parts = triton.cdiv(rows, rows_each)
-    partial = torch.empty(parts, queries, hidden, dtype=torch.float32, device=v.device)
-    _query_gradient[(chunks, parts)](
-        v, coef, partial, v.stride(0), v.stride(1), rows, hidden, blocks, queries, rows_each, ROWS=q_rows, BLOCK_N=q_n,
-        BLOCK_S=max(16, triton.next_power_of_2(queries)), CHUNK=cfg.q_chunk, STAGES=cfg.q_stages, SPLIT=split,
-        PRECISION=precision, num_warps=cfg.q_warps,
-    )  # fmt: skip
-    column_sum(partial.view(parts, queries * hidden), dw.view(-1), accumulate)
+    block_n1, block_s1 = max(8, triton.next_power_of_2(blocks)), max(16, triton.next_power_of_2(queries))
+    scratch = torch.empty(2 * queries + 1, rows, blocks, dtype=torch.float32, device=v.device)
+    p, coef, norm = scratch[:queries], scratch[queries : 2 * queries], scratch[2 * queries]
+    strides = (v.stride(0), v.stride(1), do.stride(0), do.stride(1))
+    slices = triton.cdiv(hidden, cfg.chunk_b)
+    if cfg.groups and not INTERPRET:
+        programs = max(multiprocessors(v.device), slices)
+        parts = programs // slices
+        partial = torch.empty(cfg.groups * parts, queries, hidden, dtype=torch.float32, device=v.device)
+        arrived = torch.zeros(cfg.groups * 32, dtype=torch.int32, device=v.device)
+        _both_steps[(cfg.groups * programs,)](
+            v, w, do, lse, dl, logits, rstd, p, coef, norm, dv, partial, arrived, strides[0], strides[1], w.stride(0),
+            strides[2], strides[3], rows, hidden, blocks, queries, programs, cfg.depth * programs, slices, parts,
+            GROUPS=cfg.groups, HAS_DL=dl is not None, ACCUMULATE=accumulate_v, ROWS=cfg.rows, BLOCK_N=block_n,
+            BLOCK_S=block_s, BLOCK_N1=block_n1, BLOCK_S1=block_s1, SPLITS=cfg.splits, CHUNK_A=cfg.chunk_a,
+            CHUNK_B=cfg.chunk_b, STAGES_A=cfg.stages_a, STAGES_B=cfg.stages_b, SPLIT=split, PRECISION=precision,
+            num_warps=cfg.warps, launch_cooperative_grid=True, **({"maxnreg": cfg.maxnreg} if cfg.maxnreg else {}),
+        )  # fmt: skip
+    else:
+        programs = min(rows, multiprocessors(v.device) * cfg.waves)
+        _first_step[(programs,)](
+            v, do, lse, dl, logits, rstd, p, coef, norm, *strides, rows, hidden, blocks, queries, programs,
+            HAS_DL=dl is not None, BLOCK_N=block_n1, BLOCK_S=block_s1, SPLITS=cfg.splits, CHUNK=cfg.chunk_a,
+            STAGES=cfg.stages_a, SPLIT=split, PRECISION=precision, num_warps=cfg.warps,
+        )  # fmt: skip
+        tiles = triton.cdiv(rows, cfg.rows)
+        parts = max(1, min(tiles, triton.cdiv(2 * multiprocessors(v.device), slices)))
+        share = triton.cdiv(tiles, parts) * cfg.rows
+        parts = triton.cdiv(rows, share)
+        partial = torch.empty(parts, queries, hidden, dtype=torch.float32, device=v.device)
+        _second_step[(slices, parts)](
+            v, w, do, p, coef, norm, dv, partial, strides[0], strides[1], w.stride(0), strides[2], strides[3], rows,
+            hidden, blocks, queries, share, ACCUMULATE=accumulate_v, ROWS=cfg.rows, BLOCK_N=block_n, BLOCK_S=block_s,
+            CHUNK=cfg.chunk_b, STAGES=cfg.stages_b, SPLIT=split, PRECISION=precision, num_warps=cfg.warps,
+        )  # fmt: skip
+    column_sum(partial.view(partial.shape[0], queries * hidden), dw.view(-1), accumulate_w)

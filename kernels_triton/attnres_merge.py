@@ -1,7 +1,7 @@
 """Phase 2 of block attention residuals: online-softmax merge of an inter-block result with the intra-block partial sum.
 
-With x the partial sum, q the pseudo-query, (y0, l0) the inter-block output and its log-sum-exp, r = rsqrt(mean(x²) + eps)
-and l1 = <x, q> r, the merged output is y = a y0 + b x with b = sigmoid(l1 - l0), a = 1 - b, and the merged
+With x the partial sum, q the pseudo-query, (y0, l0) the inter-block output and its log-sum-exp,
+r = rsqrt(mean(x²) + eps) and l1 = <x, q> r, the merged output is y = a y0 + b x with b = sigmoid(l1 - l0), a = 1 - b, and the merged
 log-sum-exp is max(l0, l1) + log(1 + exp(-|l0 - l1|)). One pass over the rows each way; nothing is saved but the inputs.
 """
 
@@ -16,7 +16,7 @@ import triton.language as tl
 from kernels_triton.attnres_common import column_sum, multiprocessors, rounded
 from kernels_triton.attnres_merge_wide import backward_wide, forward_wide
 
-_WIDE = 16384  # hidden sizes from here on are walked in chunks
+_WIDE = 8192  # hidden sizes from here on are walked in chunks
 _WIDE_CHUNK = 4096
 
 
@@ -130,14 +130,16 @@ class Config:
     waves: int
 
 
-def forward_config(hidden: int) -> Config:
-    block = triton.next_power_of_2(max(hidden, 1))
-    return Config(max(1, 1024 // block), 4 if block <= 2048 else 8, 1, 0)
+# Fastest on an H200 in bf16 among warps 2 to 16, 1 to 5 stages, 1 to 8 programs a multiprocessor.
+_FORWARD = {2048: Config(1, 4, 3, 4), 4096: Config(1, 8, 3, 2), 8192: Config(1, 16, 4, 1)}
+_BACKWARD = {2048: Config(1, 4, 4, 2), 4096: Config(1, 8, 4, 1), 8192: Config(1, 16, 3, 1)}
 
 
-def backward_config(hidden: int) -> Config:
-    block = triton.next_power_of_2(max(hidden, 1))
-    return Config(max(1, 1024 // block), 4 if block <= 2048 else 8, 1, 2)
+def _config(table: dict[int, Config], hidden: int) -> Config:
+    block = triton.next_power_of_2(hidden)
+    if block <= 512:
+        return Config(1024 // block, 4, 3, 4)
+    return table[max(2048, block)]
 
 
 def forward(
@@ -173,7 +175,7 @@ def forward(
             num_warps=8,
         )
         return
-    cfg = config or forward_config(hidden)
+    cfg = config or _config(_FORWARD, hidden)
     tiles = triton.cdiv(rows, cfg.block_r)
     programs = min(tiles, multiprocessors(x.device) * cfg.waves) if cfg.waves else tiles
     _forward[(programs,)](
@@ -215,12 +217,13 @@ def backward(
         )  # fmt: skip
         column_sum(partial, dq, accumulate)
         return
-    cfg = config or backward_config(hidden)
+    cfg = config or _config(_BACKWARD, hidden)
     tiles = triton.cdiv(rows, cfg.block_r)
     programs = min(tiles, multiprocessors(x.device) * max(cfg.waves, 1))
     partial = torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
     _backward[(programs,)](
-        x, q, y0, l0, dy, dl, dx, dy0, dl0, partial, x.stride(0), y0.stride(0), dy.stride(0), rows, hidden, eps, programs,
+        x, q, y0, l0, dy, dl, dx, dy0, dl0, partial, x.stride(0), y0.stride(0), dy.stride(0), rows, hidden, eps,
+        programs,
         HAS_DL=dl is not None, ACCUMULATE=accumulate, BLOCK_R=cfg.block_r, BLOCK_D=triton.next_power_of_2(hidden),
         STAGES=cfg.stages, num_warps=cfg.warps,
     )  # fmt: skip

@@ -42,7 +42,7 @@ def _phase2(gpu: bool) -> Iterator[CorpusEntry]:
     yield CorpusEntry("no gradient through lse", _merge(1000 if gpu else 5, 1000, lse_grad=False))
     yield CorpusEntry("a hidden size that nothing divides", _merge(9, 333))
     yield CorpusEntry("hidden size 1", _merge(5, 1, "fp32"))
-    yield CorpusEntry("a hidden size beyond one tile", _merge(3, 40000 if gpu else 17000))
+    yield CorpusEntry("a hidden size beyond one tile", _merge(3, 40000 if gpu else 9000))
     yield CorpusEntry("one row", _merge(1, 768))
     yield CorpusEntry("no rows", _merge(0, 64))
     yield CorpusEntry("logits of 30 times the usual scale", _merge(257 if gpu else 5, 2048, "fp32", logit_scale=30.0))
