@@ -9,6 +9,8 @@ slice of W and the sum for dW stay in registers. On a GPU both run in one launch
 the second reading is served by the L2 cache; programs meet between the steps of a window.
 """
 
+# mypy: disallow-untyped-defs=False
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -154,9 +156,7 @@ def _columns(
 
 
 @triton.jit
-def _slice_of_queries(
-    w_ptr, w_stride, d, hidden, queries, ROWS: tl.constexpr, BLOCK_S: tl.constexpr
-):
+def _slice_of_queries(w_ptr, w_stride, d, hidden, queries, ROWS: tl.constexpr, BLOCK_S: tl.constexpr):
     """W at the columns `d`, once for each row of a tile."""
     s = tl.arange(0, ROWS * BLOCK_S) % BLOCK_S
     mask = (s < queries)[:, None] & (d < hidden)[None, :]
@@ -259,7 +259,7 @@ def _both_steps(
 class Config:
     """How the launches are cut.
 
-    First step: `splits` of `chunk_a` columns a turn (one a warp). Second step: `rows` rows and `chunk_b` columns a turn.
+    First step: `splits` of `chunk_a` columns a turn, one a warp. Second step: `rows` rows and `chunk_b` columns a turn.
     `groups` is 0 for two launches, else the number of groups (one program of each a multiprocessor) of the one launch,
     whose windows hold `depth` rows a program.
     """

@@ -1,9 +1,12 @@
 """Phase 1 of block attention residuals, forward: S pseudo-queries attend over N block representations, row by row.
 
-For a row r: s[s, n] = <W_s, V_nr> rsqrt(mean(V_nr²) + eps), L[s] = logsumexp_n s, O[s] = sum_n exp(s[s, n] - L[s]) V_nr.
+For a row r: s[s, n] = <W_s, V_nr> rsqrt(mean(V_nr²) + eps), L[s] = logsumexp_n s and
+O[s] = sum_n exp(s[s, n] - L[s]) V_nr.
 A program takes a row or two and walks their hidden dimension twice in chunks: for the logits, then backwards for the
 outputs, so that the L2 cache still holds the latest columns and sources cross the memory bus about once.
 """
+
+# mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
 
@@ -146,7 +149,7 @@ def _forward(
 
 @dataclass(frozen=True)
 class Config:
-    """How a launch is cut: rows a tile, 16-column steps and columns a turn, stages, warps, programs a multiprocessor."""
+    """How a launch is cut: rows a tile, 16-column steps and columns a turn, stages, warps, programs an SM."""
 
     rows: int = 1
     steps: int = 16

@@ -1,9 +1,13 @@
-"""Phase 1 forward for 16-bit inputs and few queries: one row a turn, plain fp32 arithmetic, nothing staged in shared memory.
+"""Phase 1 forward for few blocks and queries: one row a turn, plain fp32 arithmetic, nothing staged in shared memory.
 
-A thread keeps the same columns of every source, so that both sums over blocks and the weighted sums stay in registers; only
-the logits' partial sums cross threads, all at once. They pass through the `logits` and `rstd` buffers, from which every
-thread reads its row's weights back.
+A thread keeps the same columns of every source, so that sums over blocks stay in registers; only the logits' partial
+sums cross threads, all at once. They pass through the `logits` and `rstd` buffers, from which every thread reads its
+row's weights back.
 """
+
+# ruff: noqa: RUF005 - a Triton kernel cannot unpack a tuple
+
+# mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ def _fold(x, ELEMS: tl.constexpr):
 
 @triton.jit
 def _joined(parts, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """A power of two of equal vectors as one tensor with COUNT.bit_length() - 1 further dimensions, the last the topmost."""
+    """A power of two of equal vectors as one tensor with log2(COUNT) further dimensions, the topmost split last."""
     if COUNT == 1:
         return parts[FIRST]
     else:

@@ -1,5 +1,7 @@
 """What both phases of block attention residuals share: row views, program counts, the second-stage reduction."""
 
+# mypy: disallow-untyped-defs=False
+
 from __future__ import annotations
 
 from functools import lru_cache

@@ -1,9 +1,12 @@
 """Phase 2 of block attention residuals: online-softmax merge of an inter-block result with the intra-block partial sum.
 
 With x the partial sum, q the pseudo-query, (y0, l0) the inter-block output and its log-sum-exp,
-r = rsqrt(mean(x²) + eps) and l1 = <x, q> r, the merged output is y = a y0 + b x with b = sigmoid(l1 - l0), a = 1 - b, and the merged
-log-sum-exp is max(l0, l1) + log(1 + exp(-|l0 - l1|)). One pass over the rows each way; nothing is saved but the inputs.
+r = rsqrt(mean(x²) + eps) and l1 = <x, q> r, the merged output is y = a y0 + b x with b = sigmoid(l1 - l0), a = 1 - b,
+and the merged log-sum-exp is max(l0, l1) + log(1 + exp(-|l0 - l1|)). One pass over
+the rows each way; nothing is saved but the inputs.
 """
+
+# mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
 

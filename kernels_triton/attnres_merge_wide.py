@@ -1,4 +1,6 @@
-"""Phase 2 of block attention residuals for hidden sizes that do not fit a program's registers: each row twice, in chunks."""
+"""Phase 2 of block attention residuals for hidden sizes beyond a program's registers: each row twice, in chunks."""
+
+# mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Phase1(AttnresOperation):
         """out and lse of the plain PyTorch baseline, with its autograd graph."""
         from attnbench.ops.attnres_eager import phase1
 
-        out, lse = phase1(**inputs.tensors, **inputs.extras)
+        out, lse = phase1(inputs.tensors["values"], inputs.tensors["queries"], **inputs.extras)
         return {"out": out, "lse": lse}
 
 
@@ -88,7 +88,8 @@ class Phase2(AttnresOperation):
         """out and lse of the plain PyTorch baseline, with its autograd graph."""
         from attnbench.ops.attnres_eager import phase2
 
-        out, lse = phase2(**inputs.tensors, **inputs.extras)
+        names = ("partial_sum", "query", "inter_out", "inter_lse")
+        out, lse = phase2(*(inputs.tensors[name] for name in names), **inputs.extras)
         return {"out": out, "lse": lse}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from attnbench.ops.corpus import CorpusEntry
 from attnbench.scenario.case import AttnresCase
@@ -16,16 +17,12 @@ def entries(size: str) -> Iterator[CorpusEntry]:
     yield from _phase1(size == "gpu")
 
 
-def _merge(rows: int, hidden: int, dtype: str = "bf16", **fields: float | bool) -> AttnresCase:
-    return AttnresCase(phase=2, rows=rows, hidden=hidden, dtype=dtype, **fields)  # type: ignore[arg-type]
+def _merge(rows: int, hidden: int, dtype: str = "bf16", **fields: Any) -> AttnresCase:
+    return AttnresCase(phase=2, rows=rows, hidden=hidden, dtype=dtype, **fields)
 
 
-def _attend(
-    rows: int, hidden: int, blocks: int, queries: int, dtype: str = "bf16", **fields: float | bool
-) -> AttnresCase:
-    return AttnresCase(  # type: ignore[arg-type]
-        phase=1, rows=rows, hidden=hidden, blocks=blocks, queries=queries, dtype=dtype, **fields
-    )
+def _attend(rows: int, hidden: int, blocks: int, queries: int, dtype: str = "bf16", **fields: Any) -> AttnresCase:
+    return AttnresCase(phase=1, rows=rows, hidden=hidden, blocks=blocks, queries=queries, dtype=dtype, **fields)
 
 
 def _phase2(gpu: bool) -> Iterator[CorpusEntry]:

@@ -1,8 +1,9 @@
 """A small stack of layers with block attention residuals, trained a few steps: two phases against the direct formula.
 
-Every layer reads a softmax-weighted sum of what came before it: the completed blocks (the embedding is the first) and the
-partial sum of its own block. The direct formula attends to all of them anew for each layer. In two phases, one batched
-call per block serves all of its layers' pseudo-queries, and each layer only merges its share with the partial sum.
+Every layer reads a softmax-weighted sum of what came before it: the completed blocks (the embedding is the first) and
+the partial sum of its own block. The direct formula attends to all of them anew for each layer. In two phases, one
+batched call per block serves all of its layers' pseudo-queries, and each layer only merges its share with the partial
+sum.
 
     python examples/attnres_stack/train.py                    # on a GPU: our Triton kernels; on a CPU: eager PyTorch
     python examples/attnres_stack/train.py --backend triton   # on a CPU: the same kernels under Triton's interpreter
