@@ -89,7 +89,8 @@ class Phase2(AttnresOperation):
         from attnbench.ops.attnres_eager import phase2
 
         names = ("partial_sum", "query", "inter_out", "inter_lse")
-        out, lse = phase2(*(inputs.tensors[name] for name in names), **inputs.extras)
+        partial_sum, query, inter_out, inter_lse = (inputs.tensors[name] for name in names)
+        out, lse = phase2(partial_sum, query, inter_out, inter_lse, **inputs.extras)
         return {"out": out, "lse": lse}
 
 
