@@ -18,8 +18,8 @@ PASSES = ("forward", "dq", "dkv")
 class TileConfig:
     """How one kernel is cut: query rows and key rows a tile, warps, and stages of its load pipeline.
 
-    `gluon` picks the warp-specialised Hopper kernels. They own 128 rows of what they write (queries in `forward` and
-    `dq`, keys in `dkv`) and take `num_warps` 4, a warpgroup's.
+    `gluon` picks the warp-specialised Hopper kernels, of `num_warps` 4 (a warpgroup's): they own 128 rows of what they
+    write, queries in `forward` and `dq`, keys in `dkv`. A `dkv` of 64 keys and 8 warps shares them between warpgroups.
     """
 
     block_m: int

@@ -8,8 +8,8 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels_triton.attention_hopper_backward import attention_dkv_hopper as dkv
-from kernels_triton.attention_hopper_backward import attention_dq_hopper as dq
+from kernels_triton.attention_hopper_dkv import attention_dkv_hopper as dkv
+from kernels_triton.attention_hopper_dq import attention_dq_hopper as dq
 from kernels_triton.attention_hopper_forward import attention_forward_hopper as forward
 
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}

@@ -41,7 +41,7 @@ def sequence(cu_ptr, batch_index, batch, dense_length, tokens, VARLEN: gl.conste
 @gluon.jit
 def fill_rows_with_zero(base, first, rows_end, step, row_stride, D: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Zeroes 128 rows from `first`, every `step` rows, up to `rows_end`; a row has HEAD_DIM elements."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     for start in range(first, rows_end, step):
         rows = start + gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
@@ -52,8 +52,8 @@ def fill_rows_with_zero(base, first, rows_end, step, row_stride, D: gl.constexpr
 
 @gluon.jit
 def store_rows(base, value, first, rows_end, row_stride, D: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Stores a warpgroup's `[64, D]` tile in whole lines; rows from `rows_end` on are left alone."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    """Stores a `[64, D]` tile in whole lines; rows from `rows_end` on are left alone."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     value = gl.convert_layout(value.to(base.dtype.element_ty), layout)
     rows = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
@@ -64,7 +64,7 @@ def store_rows(base, value, first, rows_end, row_stride, D: gl.constexpr, HEAD_D
 @gluon.jit
 def zero_rows_from(smem, live, ROWS: gl.constexpr, D: gl.constexpr):
     """Zeroes rows from `live` on: a packed tail tile reaches into the next sequence, and 0 * NaN is NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     value = smem.load(layout)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     smem.store(gl.where(gl.expand_dims(rows < live, 1), value, gl.zeros_like(value)))

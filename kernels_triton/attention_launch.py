@@ -242,7 +242,9 @@ def _launch_dkv(
         "HEAD_DIM": args.head_dim,
         "HEAD_DIM_V": args.value_head_dim,
     }
-    if not config.gluon:
+    if config.gluon:
+        constants |= {"WIDE": config.num_warps == 8}
+    else:
         constants |= {"BLOCK_N": config.block_n, "PRECISION": _precision(args)}
     kernel = gluon_kernels().dkv if config.gluon else attention_dkv_kernel
     kernel[(tiles * _pairs(args, args.kv_heads),)](
