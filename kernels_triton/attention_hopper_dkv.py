@@ -94,8 +94,8 @@ def _dkv_step(t, dk, dv, k, v, q_smem, do_smem, p_smem, q_full, q_empty, do_full
 
 @gluon.jit
 def _dkv_consume(member, k_smem, v_smem, q_smem, do_smem, p_smem, kv_full, q_full, q_empty, do_full, do_empty,
-                 shift_ptr, delta_ptr, row_base, row_step, dk_base, dv_base, kv_heads, first_key, q_len, k_len, begin, whole,
-                 tail_row, tail, masked, blocks, scale_log2, scale, GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
+                 shift_ptr, delta_ptr, row_base, row_step, dk_base, dv_base, kv_heads, first_key, q_len, k_len, begin,
+                 whole, tail_row, tail, masked, blocks, scale_log2, scale, GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
                  D: gl.constexpr, DV: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
                  STAGES: gl.constexpr, CAUSAL: gl.constexpr, VARLEN: gl.constexpr,
                  WIDE: gl.constexpr):  # fmt: skip
@@ -249,9 +249,9 @@ def attention_dkv_hopper(
         gl.warp_specialize(
             [
                 (_dkv_consume, (0, k_smem, v_smem, q_smem, do_smem, p_smem, kv_full, q_full, q_empty, do_full,
-                                do_empty, shift_ptr, delta_ptr, row_base, row_step, dk_base, dv_base, kv_heads, tile * KEYS,
-                                q_len, k_len, begin, whole, full, tail, masked, blocks, scale_log2, scale, GROUP_SIZE,
-                                BLOCK_M, D, DV, HEAD_DIM, HEAD_DIM_V, STAGES, CAUSAL, VARLEN, WIDE)),
+                                do_empty, shift_ptr, delta_ptr, row_base, row_step, dk_base, dv_base, kv_heads,
+                                tile * KEYS, q_len, k_len, begin, whole, full, tail, masked, blocks, scale_log2, scale,
+                                GROUP_SIZE, BLOCK_M, D, DV, HEAD_DIM, HEAD_DIM_V, STAGES, CAUSAL, VARLEN, WIDE)),
                 (_dkv_produce, (q_desc, do_desc, k_desc, v_desc, k_smem, v_smem, q_smem, do_smem, kv_full, q_full,
                                 q_empty, do_full, do_empty, desc_batch, kv_head, k_start + tile * KEYS, q_start, begin,
                                 whole, full, tail, masked, blocks, GROUP_SIZE, BLOCK_M, STAGES, WARPGROUPS)),
@@ -264,13 +264,13 @@ def attention_dkv_hopper(
         gl.warp_specialize(
             [
                 (_dkv_consume, (0, k_smem, v_smem, q_smem, do_smem, p_smem, kv_full, q_full, q_empty, do_full,
-                                do_empty, shift_ptr, delta_ptr, row_base, row_step, dk_base, dv_base, kv_heads, tile * KEYS,
-                                q_len, k_len, begin, whole, full, tail, masked, blocks, scale_log2, scale, GROUP_SIZE,
-                                BLOCK_M, D, DV, HEAD_DIM, HEAD_DIM_V, STAGES, CAUSAL, VARLEN, WIDE)),
+                                do_empty, shift_ptr, delta_ptr, row_base, row_step, dk_base, dv_base, kv_heads,
+                                tile * KEYS, q_len, k_len, begin, whole, full, tail, masked, blocks, scale_log2, scale,
+                                GROUP_SIZE, BLOCK_M, D, DV, HEAD_DIM, HEAD_DIM_V, STAGES, CAUSAL, VARLEN, WIDE)),
                 (_dkv_consume, (1, k_smem, v_smem, q_smem, do_smem, p_smem, kv_full, q_full, q_empty, do_full,
-                                do_empty, shift_ptr, delta_ptr, row_base, row_step, dk_base, dv_base, kv_heads, tile * KEYS,
-                                q_len, k_len, begin, whole, full, tail, masked, blocks, scale_log2, scale, GROUP_SIZE,
-                                BLOCK_M, D, DV, HEAD_DIM, HEAD_DIM_V, STAGES, CAUSAL, VARLEN, WIDE)),
+                                do_empty, shift_ptr, delta_ptr, row_base, row_step, dk_base, dv_base, kv_heads,
+                                tile * KEYS, q_len, k_len, begin, whole, full, tail, masked, blocks, scale_log2, scale,
+                                GROUP_SIZE, BLOCK_M, D, DV, HEAD_DIM, HEAD_DIM_V, STAGES, CAUSAL, VARLEN, WIDE)),
                 (_dkv_produce, (q_desc, do_desc, k_desc, v_desc, k_smem, v_smem, q_smem, do_smem, kv_full, q_full,
                                 q_empty, do_full, do_empty, desc_batch, kv_head, k_start + tile * KEYS, q_start, begin,
                                 whole, full, tail, masked, blocks, GROUP_SIZE, BLOCK_M, STAGES, WARPGROUPS)),
