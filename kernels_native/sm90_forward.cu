@@ -19,7 +19,7 @@
 //   Q_REGISTERS           Q is held in registers instead of being read from shared memory again and again
 //   RESCALE_EARLY         O is rescaled before P V is issued instead of after it is done
 //   EXP_FIRST             see keep_order
-//   THRESHOLD, POLY, EVERY  see softmax_step
+//   QUICK                 see softmax_step
 #include "mask.cuh"
 #include "mbarrier.cuh"
 #include "named_barrier.cuh"
@@ -65,6 +65,7 @@ struct Params {
   int splits;
   int blocks_per_split;  // key blocks
   float scale_log2;  // softmax scale * log2(e)
+  float headroom;    // see softmax_step
 };
 
 // Shared memory after the tiles
@@ -428,8 +429,8 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
     if (blocks.end > blocks.begin) {
       // The first block's scores are there: open() of this round.
       if (blocks.end > blocks.first_masked) mask(blocks.end - 1);
-      softmax_step<0, 0, 1>(s, row, factor, p.scale_log2);
-      factor[0] = factor[1] = 1.f;
+      softmax_step<false>(s, row, factor, p.scale_log2, p.headroom);
+      factor[0] = factor[1] = 1.f;  // O is still 0
       bool rescale = false;
       pack_weights(weights, s);
       release_q((round + Q_STAGES - 1) % Q_STAGES);
@@ -456,7 +457,7 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
         registers_fence(s);
         release_k(step + 1);
         if constexpr (decltype(masked)::value) mask(block);
-        rescale = softmax_step<THRESHOLD, decltype(masked)::value ? 0 : POLY, EVERY>(s, row, factor, p.scale_log2);
+        rescale = softmax_step<QUICK && !decltype(masked)::value>(s, row, factor, p.scale_log2, p.headroom);
         if (EXP_FIRST) keep_order(row, q_tile);
         wgmma_wait<0>();
         registers_fence(o);

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 LOG2_E = math.log2(math.e)
+HEADROOM = 8.0
+"""How far, in log2 units, a maximum may be out of date before outputs are rescaled: P stays below 2^8."""
 L2_BYTES = 32 << 20
 """Keys and values of one section of heads under causal: about what stays in the H200's 50 MB L2 beside the rest."""
-_PARAMS = struct.Struct("512s 8Q 11i f 16x")
+_PARAMS = struct.Struct("512s 8Q 11i 2f 12x")
 _PREPARE = struct.Struct("2Q 2i")
 _COMBINE = struct.Struct("4Q q 4i")
 
@@ -45,9 +47,7 @@ class Config:
     q_registers: bool = False
     rescale_early: bool = False
     exp_first: bool = True
-    threshold: int = 8
-    poly: int = 0
-    every: int = 4
+    quick: bool = True
 
     @property
     def block_m(self) -> int:
@@ -78,9 +78,7 @@ class Config:
             "Q_REGISTERS": int(self.q_registers),
             "RESCALE_EARLY": int(self.rescale_early),
             "EXP_FIRST": int(self.exp_first),
-            "THRESHOLD": self.threshold,
-            "POLY": self.poly,
-            "EVERY": self.every,
+            "QUICK": int(self.quick),
         }
         options = [f"-D{name}={value}" for name, value in macros.items()]
         if self.dtype == "fp16":
@@ -316,6 +314,7 @@ def forward(
         splits,
         blocks_per_split,
         softmax_scale * LOG2_E,
+        HEADROOM / (softmax_scale * LOG2_E),
     )
     grid = min(_multiprocessors(device), most_tiles)
     main.launch((grid, 1, 1), params, stream)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels_native.sm90_forward import Config, choose, forward
+from kernels_native.sm90_forward import Config, choose, forward, split_config
 
 pytestmark = pytest.mark.sm90
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,7 +80,7 @@ def test_options_of_the_kernel_all_match() -> None:
     for q_registers, pingpong, dynamic, threshold in itertools.product(
         (False, True), (False, True), (False, True), (0, 8)
     ):
-        config = replace(base, q_registers=q_registers, pingpong=pingpong, dynamic=dynamic, threshold=threshold)
+        config = replace(base, q_registers=q_registers, pingpong=pingpong, dynamic=dynamic, quick=quick)
         dense(config, 2, 700, 700, 6, 2)
     for rows, keys in ((1024, 1024), (384, 512), (100, 228), (640, 256), (1, 129)):
         dense(replace(base, diagonal_halves=True), 2, rows, keys, 3, 3)
@@ -256,3 +256,22 @@ def test_more_than_two_to_the_31_elements() -> None:
     want, want_lse = reference(q[-256:], k[256:], v[256:], True, 128**-0.5)
     check(out[-256:], lse[:, -256:], want, want_lse, "bf16")
     assert (out[: 524544 - 256] == 0).all()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(2, 1, 4096, 8, 2), (1, 64, 3000, 6, 2), (1, 5, 3, 7, 1), (1, 200, 8192, 3, 3)])
+def test_packed_groups_and_split_keys(dim: int, causal: bool, shape: tuple[int, int, int, int, int]) -> None:
+    dense(split_config(choose(dim, dim, causal, False, "bf16")), *shape)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_scores_far_below_and_above_zero(sign: float) -> None:
+    # Negative limits and large jumps take the slow way through the maximum.
+    config = choose(128, 128, False, False, "bf16")
+    q, k, v = (random((1, 1024, 2, 128), "bf16", seed) for seed in (1, 2, 3))
+    q = (q + 1).bfloat16()
+    k = (k + sign * torch.linspace(4, 0.5, 1024, device="cuda")[None, :, None, None]).bfloat16()
+    out, lse = forward(q, k, v, causal=False, softmax_scale=128**-0.5, config=config)
+    want, want_lse = reference(q[0], k[0], v[0], False, 128**-0.5)
+    check(out, lse, want[None], want_lse[None], "bf16")
