@@ -77,9 +77,7 @@ def test_other_head_dims_are_padded(dim: int) -> None:
 
 def test_options_of_the_kernel_all_match() -> None:
     base = choose(128, 128, True, False, "bf16")
-    for q_registers, pingpong, dynamic, threshold in itertools.product(
-        (False, True), (False, True), (False, True), (0, 8)
-    ):
+    for q_registers, pingpong, dynamic, quick in itertools.product((False, True), repeat=4):
         config = replace(base, q_registers=q_registers, pingpong=pingpong, dynamic=dynamic, quick=quick)
         dense(config, 2, 700, 700, 6, 2)
     for rows, keys in ((1024, 1024), (384, 512), (100, 228), (640, 256), (1, 129)):
