@@ -96,7 +96,8 @@ def _dkv_step(t, dk, dv, k, v, q_smem, do_smem, p_smem, q_full, q_empty, do_full
 def _dkv_consume(member, k_smem, v_smem, q_smem, do_smem, p_smem, kv_full, q_full, q_empty, do_full, do_empty,
                  shift_ptr, delta_ptr, row_base, row_step, dk_base, dv_base, kv_heads, first_key, q_len, k_len, begin,
                  whole, tail_row, tail, masked, blocks, scale_log2, scale, GROUP_SIZE: gl.constexpr,
-                 BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+                 BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, HEAD_DIM: gl.constexpr,
+                 HEAD_DIM_V: gl.constexpr,
                  STAGES: gl.constexpr, CAUSAL: gl.constexpr, VARLEN: gl.constexpr, WIDE: gl.constexpr):  # fmt: skip
     s_layout: gl.constexpr = score_layout(BLOCK_M, WIDE)
     dk_layout: gl.constexpr = score_layout(D, WIDE)
