@@ -25,6 +25,7 @@ class Config:
     stages: int = 2
     q_stages: int = 2
     split: bool = False
+    cluster: int = 1
     dynamic: bool = True
     pingpong: bool = True
     diagonal_halves: bool = False
@@ -56,6 +57,7 @@ class Config:
             "CAUSAL": int(self.causal),
             "VARLEN": int(self.varlen),
             "SPLIT": int(self.split),
+            "CLUSTER": self.cluster,
             "DYNAMIC": int(self.dynamic),
             "PINGPONG": int(self.pingpong),
             "DIAGONAL_HALVES": int(self.causal and self.diagonal_halves),

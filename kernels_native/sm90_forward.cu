@@ -10,6 +10,7 @@
 //   WARPGROUPS            consumer warpgroups, 64 rows each
 //   STAGES, Q_STAGES      buffers of K and of V; of Q (O is staged in the Q buffer it came from)
 //   CAUSAL, VARLEN        0 or 1
+//   CLUSTER               blocks that work on one key head in step and share its loads: 1 or 2
 //   DYNAMIC               tiles are handed out in order instead of dealt to and fro
 //   SPLIT                 few queries: the query heads of a group are rows of one tile, the keys are shared out among
 //                         thread blocks, and sm90_forward_combine.cu merges what they write
@@ -61,6 +62,7 @@ struct Params {
   int row_tiles;
   int section_heads;
   int head_dim_v;
+  int pair_heads;        // clusters: blocks take two heads of a group instead of two tiles of rows
   int tile_rows;         // queries a tile: BLOCK_M; split: BLOCK_M / group
   int splits;
   int blocks_per_split;  // key blocks
@@ -128,21 +130,39 @@ __device__ __forceinline__ Tile find_tile(const Params& p, int index) {
       tile.keys = p.cu_seqlens_k[sequence + 1] - tile.k_offset;
     }
   } else {
-    const int heads = SPLIT ? p.heads / p.group : p.heads;
-    if (index >= p.row_tiles * heads * p.batch * (SPLIT ? p.splits : 1)) return tile;
+    // In a cluster this is the first block's tile.
+    const int per_head = CLUSTER > 1 && p.pair_heads ? CLUSTER : 1;
+    const int per_row = CLUSTER / per_head;
+    const int heads = (SPLIT ? p.heads / p.group : p.heads) / per_head;
+    const int row_tiles = (p.row_tiles + per_row - 1) / per_row;
+    if (index >= row_tiles * heads * p.batch * (SPLIT ? p.splits : 1)) return tile;
     if (SPLIT) {
       tile.split = index % p.splits;
       index /= p.splits;
     }
     int row_tile;
-    dense_tile<CAUSAL && !SPLIT>(index, p.row_tiles, heads, heads * p.batch, p.section_heads, row_tile, tile.head,
+    dense_tile<CAUSAL && !SPLIT>(index, row_tiles, heads, heads * p.batch, p.section_heads, row_tile, tile.head,
                                  tile.batch);
-    tile.row = row_tile * (SPLIT ? p.tile_rows : kBlockM);
+    tile.row = row_tile * (SPLIT ? p.tile_rows : kBlockM * per_row);
+    tile.head *= per_head;
     tile.rows = p.rows;
     tile.keys = p.keys;
     tile.q_offset = tile.k_offset = 0;
   }
   return tile;
+}
+
+// One panel of a block of keys or values. In a cluster each block loads its share of the rows for all.
+__device__ __forceinline__ void load_panel(const TensorMap& map, u32 destination, u32 full, int panel, int row, int head,
+                                           int batch) {
+#if CLUSTER > 1
+  constexpr int kShare = BLOCK_N / CLUSTER;
+  const int rank = cluster_rank();
+  tma_load_4d_multicast(destination + rank * kShare * 128, map, full, (1 << CLUSTER) - 1, panel * 64,
+                        row + rank * kShare, head, batch);
+#else
+  tma_load_4d(destination, map, full, panel * 64, row, head, batch);
+#endif
 }
 
 // Loads the tile's keys and values from right to left, K one block ahead of V, as the consumers use them. `step` counts
@@ -160,8 +180,8 @@ __device__ __forceinline__ void load_keys(const Params& p, Control& control, con
       mbarrier_expect(full, kKBytes);
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel)
-        tma_load_4d(k_smem + stage * kKBytes + panel * kKPanel, p.k, full, panel * 64,
-                    tile.k_offset + (range.end - 1 - i) * BLOCK_N, kv_head, tile.batch);
+        load_panel(p.k, k_smem + stage * kKBytes + panel * kKPanel, full, panel,
+                   tile.k_offset + (range.end - 1 - i) * BLOCK_N, kv_head, tile.batch);
     }
     if (i > 0) {
       const int stage = (step + i - 1) % STAGES;
@@ -170,30 +190,40 @@ __device__ __forceinline__ void load_keys(const Params& p, Control& control, con
       mbarrier_expect(full, kVBytes);
 #pragma unroll
       for (int panel = 0; panel < kPanelsV; ++panel)
-        tma_load_4d(v_smem + stage * kVBytes + panel * kKPanel, p.v, full, panel * 64,
-                    tile.k_offset + (range.end - i) * BLOCK_N, kv_head, tile.batch);
+        load_panel(p.v, v_smem + stage * kVBytes + panel * kKPanel, full, panel,
+                   tile.k_offset + (range.end - i) * BLOCK_N, kv_head, tile.batch);
     }
   }
 }
 
-// The scheduler warp: finds the next tile while the producer loads this one.
+// The scheduler warp: finds the next tile while the producer loads this one. In a cluster, the first block's for all.
 __device__ __forceinline__ void schedule(const Params& p, Control& control) {
   const bool leader = (threadIdx.x & 31) == 0;
-  int next = blockIdx.x;
+  const int worker = blockIdx.x / CLUSTER, workers = gridDim.x / CLUSTER;
+  int next = worker;
   for (int round = 0;; ++round) {
-    const Tile tile = find_tile(p, DYNAMIC ? next : zigzag(round, blockIdx.x, gridDim.x));
+    const Tile tile = find_tile(p, DYNAMIC ? next : zigzag(round, worker, workers));
     if (leader) {
-      if (DYNAMIC && tile.row >= 0) next = gridDim.x + atomicAdd(p.counter, 1);
+      if (DYNAMIC && tile.row >= 0) next = workers + atomicAdd(p.counter, 1);
       mbarrier_wait(smem_address(&control.next_empty), round & 1 ^ 1);
+#if CLUSTER > 1
+      const int4* words = reinterpret_cast<const int4*>(&tile);
+      for (int rank = 0; rank < CLUSTER; ++rank) {
+        store_cluster(smem_address(&control.next), rank, words[0]);
+        store_cluster(smem_address(&control.next) + 16, rank, words[1]);
+        mbarrier_arrive_cluster(smem_address(&control.next_full), rank);
+      }
+#else
       control.next = tile;
       mbarrier_arrive(smem_address(&control.next_full));
+#endif
     }
     if (tile.row < 0) break;
     if (DYNAMIC) next = __shfl_sync(0xffffffffu, next, 0);
     __syncwarp();
   }
   // The last block to have asked in vain clears the counters for the next launch.
-  if (DYNAMIC && leader && atomicAdd(p.counter + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+  if (DYNAMIC && leader && atomicAdd(p.counter + 1, 1) == workers - 1) {
     p.counter[0] = 0;
     p.counter[1] = 0;
   }
@@ -203,9 +233,16 @@ __device__ __forceinline__ void schedule(const Params& p, Control& control) {
 __device__ __forceinline__ void produce(const Params& p, Control& control, u32 q_smem, u32 k_smem, u32 v_smem) {
   int step = 0;
   for (int round = 0;; ++round) {
+#if CLUSTER > 1
+    mbarrier_wait_cluster(smem_address(&control.next_full), round & 1);
+    Tile tile = control.next;
+    mbarrier_arrive_cluster(smem_address(&control.next_empty), 0);
+    if (tile.row >= 0) (p.pair_heads ? tile.head : tile.row) += cluster_rank() * (p.pair_heads ? 1 : kBlockM);
+#else
     mbarrier_wait(smem_address(&control.next_full), round & 1);
     const Tile tile = control.next;
     mbarrier_arrive(smem_address(&control.next_empty));
+#endif
     const int qs = round % Q_STAGES;
     const u32 q_full = smem_address(&control.q_full[qs]);
     mbarrier_wait(smem_address(&control.q_empty[qs]), (round / Q_STAGES & 1) ^ 1);
@@ -321,7 +358,6 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
   const int thread = threadIdx.x & 127;
   const int warp = thread / 32;
   const int lane = thread & 31;
-  const bool leader = lane == 0;
   const int turn = 1 + wg, next_turn = 1 + (wg + 1) % WARPGROUPS, together = 1 + WARPGROUPS + wg;
   if (PINGPONG && wg == WARPGROUPS - 1) named_barrier_arrive(1, 256);
 
@@ -343,12 +379,16 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
   };
   const auto wait_k = [&](int i) { mbarrier_wait(smem_address(&control.k_full[i % STAGES]), i / STAGES & 1); };
   const auto wait_v = [&](int i) { mbarrier_wait(smem_address(&control.v_full[i % STAGES]), i / STAGES & 1); };
-  const auto release_k = [&](int i) {
-    if (leader) mbarrier_arrive(smem_address(&control.k_empty[i % STAGES]));
+  // Lane r of each warp tells block r of the cluster, which also loads into this block.
+  const auto release = [&](u64& empty) {
+#if CLUSTER > 1
+    if (lane < CLUSTER) mbarrier_arrive_cluster(smem_address(&empty), lane);
+#else
+    if (lane == 0) mbarrier_arrive(smem_address(&empty));
+#endif
   };
-  const auto release_v = [&](int i) {
-    if (leader) mbarrier_arrive(smem_address(&control.v_empty[i % STAGES]));
-  };
+  const auto release_k = [&](int i) { release(control.k_empty[i % STAGES]); };
+  const auto release_v = [&](int i) { release(control.v_empty[i % STAGES]); };
   const auto k_tile = [&](int i) { return wgmma_k_major(k_smem + i % STAGES * kKBytes); };
   const auto v_tile = [&](int i) { return wgmma_mn_major(v_smem + i % STAGES * kVBytes, kKPanel); };
 
@@ -580,7 +620,12 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
   if (thread == 0) tma_store_wait();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_forward(const __grid_constant__ Params p) {
+#if CLUSTER > 1
+#define ATTN_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define ATTN_CLUSTER
+#endif
+extern "C" __global__ void ATTN_CLUSTER __launch_bounds__(kThreads, 1) sm90_forward(const __grid_constant__ Params p) {
   extern __shared__ unsigned char dynamic_smem[];
   const u32 start = smem_address(dynamic_smem);
   const u32 q_smem = (start + 1023) & ~1023u;
@@ -594,7 +639,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_forward(const __g
     tma_prefetch(p.v);
     tma_prefetch(p.o);
     mbarrier_init(smem_address(&control.next_full), 1);
-    mbarrier_init(smem_address(&control.next_empty), 1);
+    mbarrier_init(smem_address(&control.next_empty), CLUSTER);
     for (int i = 0; i < Q_STAGES; ++i) {
       mbarrier_init(smem_address(&control.q_full[i]), 1);
       mbarrier_init(smem_address(&control.q_empty[i]), WARPGROUPS);
@@ -602,19 +647,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_forward(const __g
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(smem_address(&control.k_full[i]), 1);
       mbarrier_init(smem_address(&control.v_full[i]), 1);
-      mbarrier_init(smem_address(&control.k_empty[i]), 4 * WARPGROUPS);
-      mbarrier_init(smem_address(&control.v_empty[i]), 4 * WARPGROUPS);
+      mbarrier_init(smem_address(&control.k_empty[i]), 4 * WARPGROUPS * CLUSTER);
+      mbarrier_init(smem_address(&control.v_empty[i]), 4 * WARPGROUPS * CLUSTER);
     }
     mbarrier_init_fence();
   }
+#if CLUSTER > 1
+  cluster_sync();
+#else
   __syncthreads();
+#endif
 
   // Shuffled, so that the compiler knows it to be alike across the warp.
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_shrink<kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (warp == 1) schedule(p, control);
+    if (warp == 1 && (CLUSTER == 1 || cluster_rank() == 0)) schedule(p, control);
     if (threadIdx.x == 0) produce(p, control, q_smem, k_smem, v_smem);
   } else {
     registers_grow<kConsumerRegisters>();
@@ -628,4 +677,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_forward(const __g
     consume<No>(p, control, warpgroup - 1, q_smem, k_smem, v_smem);
 #endif
   }
+#if CLUSTER > 1
+  cluster_sync();  // nobody leaves while others may still write here
+#endif
 }

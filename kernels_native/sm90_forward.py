@@ -20,7 +20,7 @@ HEADROOM = 8.0
 """How far, in log2 units, a maximum may be out of date before outputs are rescaled: P stays below 2^8."""
 L2_BYTES = 32 << 20
 """Keys and values of one section of heads under causal: about what stays in the H200's 50 MB L2 beside the rest."""
-_PARAMS = struct.Struct("512s 8Q 11i 2f 12x")
+_PARAMS = struct.Struct("512s 8Q 12i 2f 8x")
 _PREPARE = struct.Struct("2Q 2i")
 _COMBINE = struct.Struct("4Q q 4i")
 
@@ -118,8 +118,8 @@ def forward(
     group = heads // kv_heads
     q_map = _group_map(q, dtype, group, tile_rows) if splits else row_map(q, dtype, config.block_m)
     # Without keys nothing is loaded through their maps, but the kernel prefetches them.
-    k_map = row_map(k, dtype, config.block_n) if k.numel() else q_map
-    v_map = row_map(v, dtype, config.block_n) if v.numel() else q_map
+    k_map = row_map(k, dtype, config.block_n // config.cluster) if k.numel() else q_map
+    v_map = row_map(v, dtype, config.block_n // config.cluster) if v.numel() else q_map
     main, prepare, combine = _kernels(config, device)
     stream = current_stream(device)
     row_tiles = -(-rows // (tile_rows if splits else config.block_m))
@@ -132,12 +132,18 @@ def forward(
         most_tiles = (row_tiles + batch + 1) * heads
     else:
         most_tiles = row_tiles * (kv_heads * splits if splits else heads) * batch
+    # A pair of blocks shares keys: as two heads of a group, else as two row tiles.
+    pair_heads = config.cluster > 1 and group % config.cluster == 0
+    if config.cluster > 1 and not pair_heads:
+        most_tiles = -(-row_tiles // config.cluster) * config.cluster * heads * batch
     partial_out = partial_lse = out
     if splits:
         partial_out = torch.empty((splits, *lse.shape, head_dim_v), dtype=torch.float32, device=q.device)
         partial_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
     counter = _counter(device, stream)
     section = min(max(1, L2_BYTES // max(1, 2 * keys * (head_dim + head_dim_v))) * group, heads * batch)
+    if pair_heads:
+        section = max(1, section // config.cluster)
     params = _PARAMS.pack(
         q_map + k_map + v_map + row_map(out, dtype, 64),
         out.data_ptr(),
@@ -156,13 +162,14 @@ def forward(
         row_tiles,
         section,
         head_dim_v,
+        int(pair_heads),
         tile_rows,
         splits,
         blocks_per_split,
         softmax_scale * LOG2_E,
         HEADROOM / (softmax_scale * LOG2_E),
     )
-    grid = min(_multiprocessors(device), most_tiles)
+    grid = min(_multiprocessors(device) // config.cluster * config.cluster, most_tiles)
     main.launch((grid, 1, 1), params, stream)
     if splits:
         total = lse.numel()

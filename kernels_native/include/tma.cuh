@@ -23,6 +23,16 @@ __device__ __forceinline__ void tma_load_4d(u32 destination, const TensorMap& ma
       : "memory");
 }
 
+// The same into every block of the cluster whose bit is set in `blocks`, at the same place, telling each its own barrier.
+__device__ __forceinline__ void tma_load_4d_multicast(u32 destination, const TensorMap& map, u32 barrier,
+                                                      unsigned short blocks, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(destination),
+      "l"(&map), "r"(barrier), "h"(blocks), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_load_5d(u32 destination, const TensorMap& map, u32 barrier, int c0, int c1, int c2,
                                             int c3, int c4) {
   asm volatile(
