@@ -66,7 +66,7 @@ def _forward(
     softmax_scale: float,
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if torch.cuda.current_device() != q.device.index:
+    if torch._C._cuda_getDevice() != q.get_device():
         with torch.cuda.device(q.device):
             return _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, kernel)
     if kernel == "sm90_mma":
@@ -207,6 +207,10 @@ def _check(kernel: str, args: AttentionArgs, requires_grad: bool) -> None:
         raise ValueError(f"q is on {args.q.device}: want CUDA tensors (backend='eager' takes others)")
 
 
+_checked_scales: dict[tuple[Any, ...], float] = {}
+_MOST = 4096
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -238,24 +242,36 @@ def attention(
         TypeError, ValueError: see `attention_arguments`; or the kernel does not take the call (the message says why).
         BuildFailed: the kernel did not build or load.
     """
-    packed = cu_seqlens_q is not None
-    args = attention_arguments(
-        q,
-        k,
-        v,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        # These kernels find the sequences on the device; without `validate` a missing maximum costs no synchronisation.
-        max_seqlen_q=0 if packed and max_seqlen_q is None and not validate else max_seqlen_q,
-        max_seqlen_k=0 if packed and max_seqlen_k is None and not validate else max_seqlen_k,
-        validate=validate,
-    )
     requires_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    _check(kernel, args, requires_grad)
-    scale = args.softmax_scale
-    if requires_grad or torch.compiler.is_compiling():
+    tracing = torch.compiler.is_compiling()
+    call: tuple[Any, ...] | None = None
+    if not validate and not tracing and cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None:
+        # What the checks of a dense call look at: a call that passed them once passes them again.
+        tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        call = (tensors, type(causal), softmax_scale, type(softmax_scale), kernel, requires_grad)
+    scale = None if call is None else _checked_scales.get(call)
+    if scale is None:
+        packed = cu_seqlens_q is not None
+        args = attention_arguments(
+            q,
+            k,
+            v,
+            causal=causal,
+            softmax_scale=softmax_scale,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            # These kernels find the sequences on the device; without `validate` a missing maximum costs no wait.
+            max_seqlen_q=0 if packed and max_seqlen_q is None and not validate else max_seqlen_q,
+            max_seqlen_k=0 if packed and max_seqlen_k is None and not validate else max_seqlen_k,
+            validate=validate,
+        )
+        _check(kernel, args, requires_grad)
+        scale = args.softmax_scale
+        if call is not None:
+            if len(_checked_scales) >= _MOST:
+                _checked_scales.clear()
+            _checked_scales[call] = scale
+    if requires_grad or tracing:
         out, lse = _forward_op(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, kernel, deterministic)
     else:
         # The dispatcher would cost more than the rest of the host's work.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kernels_native.jit import BuildFailed, Built, Specialisation, build
@@ -15,6 +16,18 @@ _LIMITS = {
     "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": "more registers or shared memory than a multiprocessor has",
     "CUDA_ERROR_NO_BINARY_FOR_GPU": "this GPU is not of compute capability 9.0, for which the kernel was built",
 }
+
+
+_OnePointer = ctypes.c_char_p * 1
+
+
+@functools.cache
+def _driver_launch() -> Any:
+    """The driver's cuLaunchKernel itself: the bindings wrap each handle in an object, which costs more than a launch."""
+    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    launch.restype = ctypes.c_int
+    return launch
 
 
 class LaunchFailed(RuntimeError):
@@ -37,7 +50,6 @@ class Kernel:
 
         self.built: Built = build(specialisation)
         self.specialisation = specialisation
-        self._launch = driver.cuLaunchKernel
         self._success = driver.CUresult.CUDA_SUCCESS
         self._block = specialisation.threads
         self._shared = specialisation.shared_bytes
@@ -53,6 +65,8 @@ class Kernel:
                 )
         except LaunchFailed as error:
             raise BuildFailed(str(error)) from None
+        self._launch = _driver_launch()
+        self._handle = int(self.function)
 
     def launch(self, grid: tuple[int, int, int], params: bytes, stream: int) -> None:
         """Launch on `stream` (a CUstream as an integer); an empty grid launches nothing.
@@ -65,20 +79,24 @@ class Kernel:
         """
         if 0 in grid:
             return
-        # The driver copies the parameters before it returns, so buffers of this call are enough (and, unlike shared
-        # ones, right when autograd's thread launches too).
-        self.launch_arguments(grid, (ctypes.create_string_buffer(params, len(params)),), stream)
+        # The driver copies the parameters before it returns.
+        error = self._launch(self._handle, *grid, self._block, 1, 1, self._shared, stream, _OnePointer(params), None)
+        if error:
+            self._refused(error, grid)
 
     def launch_arguments(self, grid: tuple[int, int, int], arguments: Sequence[Any], stream: int) -> None:
         """The same for a kernel with several parameters, each a ctypes object of the parameter's type."""
         if 0 in grid:
             return
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        (error,) = self._launch(
-            self.function, *grid, self._block, 1, 1, self._shared, stream, ctypes.addressof(pointers), 0
-        )
-        if error != self._success:
-            self._checked((error,), f"a launch of {grid} blocks")
+        error = self._launch(self._handle, *grid, self._block, 1, 1, self._shared, stream, pointers, None)
+        if error:
+            self._refused(error, grid)
+
+    def _refused(self, error: int, grid: tuple[int, int, int]) -> None:
+        from cuda.bindings import driver
+
+        self._checked((driver.CUresult(error),), f"a launch of {grid} blocks")
 
     def _checked(self, answer: tuple[Any, ...], doing: str) -> Any:
         error = answer[0]
@@ -115,8 +133,14 @@ def kernel(specialisation: Specialisation, device: int) -> Kernel:
     return found
 
 
-def current_stream(device: int) -> int:
-    """The stream that PyTorch would launch on, as an integer."""
+@functools.cache
+def _raw_stream() -> Callable[[int], int]:
     import torch
 
-    return int(torch._C._cuda_getCurrentRawStream(device))
+    found: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+    return found
+
+
+def current_stream(device: int) -> int:
+    """The stream that PyTorch would launch on, as an integer."""
+    return _raw_stream()(device)

@@ -1,8 +1,13 @@
 // FlashAttention backward with mma.sync (Dao, "FlashAttention-2", 2023, algorithm 2): one thread block per key tile
-// walks the query tiles. Scores are computed transposed, so that a warp's P and dS are at once, in registers, the left
-// operands of dV = P^T dO and dK = dS^T Q; only dS goes through shared memory, for dQ = dS K. dQ is summed in fp32 in
-// global memory. Before: delta. After: dQ scaled and rounded.
+// walks the query tiles. Scores are computed transposed, keys along the rows, so that P and dS in registers are left
+// operands of dV = P^T dO and dK = dS^T Q. dQ = dS K is summed in fp32 in global memory. Before: delta. After: dQ
+// scaled and rounded.
+//
+// Reading operands from shared memory is what limits this kernel, so a warp works on 32 rows at a time: two warps share
+// 32 keys, each computes the scores of one half of the queries and owns one half of the columns of dK and dV, and they
+// exchange P and dS through shared memory.
 #include "mma.cuh"
+#include "named_barrier.cuh"
 #include "seqlen.cuh"
 #include "tma.cuh"
 
@@ -101,12 +106,13 @@ __global__ void __launch_bounds__(256) preprocess(const __grid_constant__ RowPar
   }
 }
 
-// D: head dim in shared memory (64 or 128). BN: key tile; each of the BN / 16 warps owns 16 keys.
+// D: head dim in shared memory (64 or 128). BN: key tile; two warps for each 32 keys of it.
 template <int D, int BN, bool CAUSAL, bool DETERMINISTIC>
 __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_constant__ Params p) {
   constexpr int BM = kBlockM, WARPS = BN / 16, THREADS = 32 * WARPS;
   constexpr int PANELS = D / 64;
   constexpr u32 K_BYTES = BN * D * 2, Q_BYTES = BM * D * 2, DS_BYTES = BN * BM * 2, ROW_BYTES = BM * 4;
+  constexpr int HALF = D / 2;  // columns of dK and dV that a warp owns
   constexpr u32 STAGE_BYTES = 2 * Q_BYTES;
   constexpr int WARPS_D = WARPS / 2;   // dQ: two warps along the queries (32 each), the others along D
   constexpr int QN = D / WARPS_D / 8;  // 8-column tiles of a warp's dQ
@@ -144,7 +150,7 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
   const int padded0 = padded_row<BM>(batch, s, 0);
 
   const u32 k_tile = smem_address(shared), v_tile = k_tile + K_BYTES, stages = v_tile + K_BYTES;
-  const u32 ds_tiles = stages + 2 * STAGE_BYTES;
+  const u32 ds_tiles = stages + 2 * STAGE_BYTES, p_tile = ds_tiles + 2 * DS_BYTES;
   const u32 bars = smem_address(barriers);
   const u32 kv_full = bars, full = bars + 8, empty = bars + 24, ds_full = bars + 40;
   if (threadIdx.x == 0) {
@@ -172,11 +178,14 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
     bulk_load(smem_address(rows[stage][0]), p.lse2 + padded, ROW_BYTES, bar);
     bulk_load(smem_address(rows[stage][1]), p.delta + padded, ROW_BYTES, bar);
   };
-  float dk[D / 8][4], dv[D / 8][4];
+  const int pair = warp / 2, side = warp % 2;  // keys 32 pair ..; queries 32 side .., columns HALF side ..
+  float dk[2][HALF / 8][4], dv[2][HALF / 8][4];
 #pragma unroll
-  for (int n = 0; n < D / 8; ++n)
+  for (int m = 0; m < 2; ++m)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) dk[n][j] = dv[n][j] = 0.f;
+    for (int n = 0; n < HALF / 8; ++n)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) dk[m][n][j] = dv[m][n][j] = 0.f;
 
   if (total > 0) {
     if (threadIdx.x == 0) {
@@ -197,33 +206,43 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
     }
   }
 
-  // This warp's 16 keys times a query tile: c = (K or V) * (Q or dO)^T.
-  auto product = [&](float (&c)[BM / 8][4], u32 keys, u32 queries) {
+  // The pair's 32 keys times this warp's 32 queries: c = (K or V) * (Q or dO)^T.
+  auto product = [&](float (&c)[2][4][4], u32 keys, u32 queries) {
 #pragma unroll
-    for (int n = 0; n < BM / 8; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
-    const u32 a_at = rows_then_columns(keys + warp * 2048, lane), b_at = columns_then_rows(queries, lane);
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int n = 0; n < 4; ++n) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0.f;
+    const u32 a_at = rows_then_columns(keys + pair * 4096, lane), b_at = columns_then_rows(queries + side * 4096, lane);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
-      u32 a[4];
-      ldmatrix(a, (a_at ^ ((k % 4) * 32)) + (k / 4) * BN * 128);
+      u32 a[2][4];
 #pragma unroll
-      for (int n = 0; n < BM / 16; ++n) {
+      for (int m = 0; m < 2; ++m) ldmatrix(a[m], (a_at ^ ((k % 4) * 32)) + (k / 4) * BN * 128 + m * 2048);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
         u32 b[4];
         ldmatrix(b, (b_at ^ ((k % 4) * 32)) + (k / 4) * BM * 128 + n * 2048);
-        mma(c[2 * n], a, b[0], b[1]);
-        mma(c[2 * n + 1], a, b[2], b[3]);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          mma(c[m][2 * n], a[m], b[0], b[1]);
+          mma(c[m][2 * n + 1], a[m], b[2], b[3]);
+        }
       }
     }
   };
-  // c += a * (dO or Q), over 16 queries.
-  auto accumulate = [&](float (&c)[D / 8][4], const u32(&a)[4], u32 queries, int k) {
-    const u32 b_at = rows_then_columns(queries, lane);
+  // c += a * (dO or Q), over 16 queries from `query` on.
+  auto accumulate = [&](float (&c)[2][HALF / 8][4], const u32(&a)[2][4], u32 queries, int query) {
+    const int column = side * HALF;
+    const u32 b_at = rows_then_columns(queries + (column / 64) * BM * 128 + query * 128, lane) ^ ((column % 64) * 2);
 #pragma unroll
-    for (int d = 0; d < D / 16; ++d) {
+    for (int d = 0; d < HALF / 16; ++d) {
       u32 b[4];
-      ldmatrix_transposed(b, (b_at ^ ((d % 4) * 32)) + (d / 4) * BM * 128 + k * 2048);
-      mma(c[2 * d], a, b[0], b[1]);
-      mma(c[2 * d + 1], a, b[2], b[3]);
+      ldmatrix_transposed(b, b_at ^ (d * 32));
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        mma(c[m][2 * d], a[m], b[0], b[1]);
+        mma(c[m][2 * d + 1], a[m], b[2], b[3]);
+      }
     }
   };
 
@@ -239,8 +258,8 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
       __syncthreads();
     }
 
-    float c[BM / 8][4];
-    u32 prob[BM / 16][4], ds[BM / 16][4];
+    float c[2][4][4];
+    u32 ds[2][2][4];  // 16 queries; 16 keys
     product(c, k_tile, q_tile);
     if (threadIdx.x == 0 && i + 1 < total) {
       if (i > 0) mbarrier_wait(empty + 8 * (stage ^ 1), ((i - 1) >> 1) & 1);
@@ -252,53 +271,86 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
     }
     if (key0 + BN > s.k_rows || (CAUSAL && row0 + shift < key0 + BN - 1)) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int key = key0 + warp * 16 + half * 8 + lane / 4;
-        // The first query that sees the key, counted from this thread's first one.
-        const int limit = key >= s.k_rows ? BM : (CAUSAL ? key - shift - row0 - 2 * (lane % 4) : -BM);
+      for (int m = 0; m < 2; ++m)
 #pragma unroll
-        for (int n = 0; n < BM / 8; ++n)
+        for (int half = 0; half < 2; ++half) {
+          const int key = key0 + pair * 32 + m * 16 + half * 8 + lane / 4;
+          // The first query that sees the key, counted from this thread's first one.
+          const int limit = key >= s.k_rows ? BM : (CAUSAL ? key - shift - row0 - side * 32 - 2 * (lane % 4) : -BM);
 #pragma unroll
-          for (int j = 0; j < 2; ++j)
-            if (8 * n + j < limit) c[n][2 * half + j] = -kInfinity;
-      }
+          for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+              if (8 * n + j < limit) c[m][n][2 * half + j] = -kInfinity;
+        }
     }
+    // Addresses of the pair's 32 keys in the tiles of P and dS, keys along the rows, at this warp's queries. The last
+    // readers of P were this warp and its partner, before the second of their barriers; those of this dS tile, two
+    // iterations ago, arrived at `ds_full` since.
+    const u32 p_at = rows_then_columns(p_tile + pair * 4096, lane) ^ (side * 64);
+    const u32 ds_at = rows_then_columns(ds_tile + pair * 4096, lane) ^ (side * 64);
+// P; the exponentials of the second 16 queries run under the products of dV with the first.
 #pragma unroll
-    for (int n = 0; n < BM / 8; ++n) {
-      const float2 lse2 = *reinterpret_cast<const float2*>(&rows[stage][0][8 * n + 2 * (lane % 4)]);
-      c[n][0] = exp2_mufu(fmaf(c[n][0], p.scale_log2, -lse2.x));
-      c[n][1] = exp2_mufu(fmaf(c[n][1], p.scale_log2, -lse2.y));
-      c[n][2] = exp2_mufu(fmaf(c[n][2], p.scale_log2, -lse2.x));
-      c[n][3] = exp2_mufu(fmaf(c[n][3], p.scale_log2, -lse2.y));
-      prob[n / 2][2 * (n & 1)] = pack2(c[n][0], c[n][1]);
-      prob[n / 2][2 * (n & 1) + 1] = pack2(c[n][2], c[n][3]);
-    }
-    {
-      float dp[BM / 8][4];
-      product(dp, v_tile, do_tile);
-      // dS, under the products of dV.
+    for (int k = 0; k < 2; ++k) {
+      u32 prob[2][4];
 #pragma unroll
-      for (int k = 0; k < BM / 16; ++k) {
-        accumulate(dv, prob[k], do_tile, k);
+      for (int j = 0; j < 2; ++j) {
+        const int n = 2 * k + j;
+        const float2 lse2 = *reinterpret_cast<const float2*>(&rows[stage][0][side * 32 + 8 * n + 2 * (lane % 4)]);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int n = 2 * k + j;
-          const float2 delta = *reinterpret_cast<const float2*>(&rows[stage][1][8 * n + 2 * (lane % 4)]);
-          ds[k][2 * j] = pack2(c[n][0] * (dp[n][0] - delta.x), c[n][1] * (dp[n][1] - delta.y));
-          ds[k][2 * j + 1] = pack2(c[n][2] * (dp[n][2] - delta.x), c[n][3] * (dp[n][3] - delta.y));
+        for (int m = 0; m < 2; ++m) {
+          float (&x)[4] = c[m][n];
+          x[0] = exp2_mufu(fmaf(x[0], p.scale_log2, -lse2.x));
+          x[1] = exp2_mufu(fmaf(x[1], p.scale_log2, -lse2.y));
+          x[2] = exp2_mufu(fmaf(x[2], p.scale_log2, -lse2.x));
+          x[3] = exp2_mufu(fmaf(x[3], p.scale_log2, -lse2.y));
+          prob[m][2 * j] = pack2(x[0], x[1]);
+          prob[m][2 * j + 1] = pack2(x[2], x[3]);
         }
       }
-    }
-    // dS^T, keys along the rows. Its buffer's last readers (two iterations ago) had finished before they arrived at the
-    // barrier of the previous iteration, which this warp has passed.
-    const u32 ds_at = rows_then_columns(ds_tile + warp * 2048, lane);
 #pragma unroll
-    for (int n = 0; n < BM / 16; ++n) stmatrix(ds_at ^ (n * 32), ds[n][0], ds[n][1], ds[n][2], ds[n][3]);
-    __syncwarp();
+      for (int m = 0; m < 2; ++m)
+        stmatrix((p_at ^ (k * 32)) + m * 2048, prob[m][0], prob[m][1], prob[m][2], prob[m][3]);
+      accumulate(dv, prob, do_tile, side * 32 + k * 16);
+    }
+    float dp[2][4][4];
+    product(dp, v_tile, do_tile);
+    named_barrier_sync(1 + pair, 64);
+    // dS, under the products of dV with the other warp's queries.
+    const int other = side ^ 1;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      u32 a[2][4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) ldmatrix(a[m], (p_at ^ 64 ^ (k * 32)) + m * 2048);
+      accumulate(dv, a, do_tile, other * 32 + k * 16);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int n = 2 * k + j;
+        const float2 delta = *reinterpret_cast<const float2*>(&rows[stage][1][side * 32 + 8 * n + 2 * (lane % 4)]);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          const float (&x)[4] = c[m][n], (&y)[4] = dp[m][n];
+          ds[k][m][2 * j] = pack2(x[0] * (y[0] - delta.x), x[1] * (y[1] - delta.y));
+          ds[k][m][2 * j + 1] = pack2(x[2] * (y[2] - delta.x), x[3] * (y[3] - delta.y));
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+        stmatrix((ds_at ^ (k * 32)) + m * 2048, ds[k][m][0], ds[k][m][1], ds[k][m][2], ds[k][m][3]);
+    }
+    named_barrier_sync(1 + pair, 64);
     if (lane == 0) mbarrier_arrive(ds_full + 8 * stage);
 
 #pragma unroll
-    for (int k = 0; k < BM / 16; ++k) accumulate(dk, ds[k], q_tile, k);
+    for (int k = 0; k < 2; ++k) accumulate(dk, ds[k], q_tile, side * 32 + k * 16);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      u32 a[2][4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) ldmatrix(a[m], (ds_at ^ 64 ^ (k * 32)) + m * 2048);
+      accumulate(dk, a, q_tile, other * 32 + k * 16);
+    }
     __syncwarp();
     if (lane == 0) mbarrier_arrive(empty + 8 * stage);
 
@@ -362,24 +414,32 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
     }
   }
 
-  // Every warp has read K for its last dQ; then each stages its own 16 rows.
+  // Every warp has read K for its last dQ; then each stages its own 32 rows and HALF columns.
   __syncthreads();
-  const u32 dk_at = rows_then_columns(k_tile + warp * 2048, lane),
-            dv_at = rows_then_columns(v_tile + warp * 2048, lane);
+  {
+    const int column = side * HALF;
+    const u32 offset = (column / 64) * BN * 128 + pair * 4096, flip = (column % 64) * 2;
+    const u32 dk_at = rows_then_columns(k_tile + offset, lane) ^ flip,
+              dv_at = rows_then_columns(v_tile + offset, lane) ^ flip;
 #pragma unroll
-  for (int d = 0; d < D / 16; ++d) {
-    const u32 offset = (d / 4) * BN * 128, flip = (d % 4) * 32;
-    const float (&a)[4] = dk[2 * d], (&b)[4] = dk[2 * d + 1], (&x)[4] = dv[2 * d], (&y)[4] = dv[2 * d + 1];
-    stmatrix((dk_at ^ flip) + offset, pack2(a[0] * p.scale, a[1] * p.scale), pack2(a[2] * p.scale, a[3] * p.scale),
-             pack2(b[0] * p.scale, b[1] * p.scale), pack2(b[2] * p.scale, b[3] * p.scale));
-    stmatrix((dv_at ^ flip) + offset, pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(y[0], y[1]), pack2(y[2], y[3]));
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int d = 0; d < HALF / 16; ++d) {
+        const float (&a)[4] = dk[m][2 * d], (&b)[4] = dk[m][2 * d + 1], (&x)[4] = dv[m][2 * d],
+                    (&y)[4] = dv[m][2 * d + 1];
+        stmatrix((dk_at ^ (d * 32)) + m * 2048, pack2(a[0] * p.scale, a[1] * p.scale),
+                 pack2(a[2] * p.scale, a[3] * p.scale), pack2(b[0] * p.scale, b[1] * p.scale),
+                 pack2(b[2] * p.scale, b[3] * p.scale));
+        stmatrix((dv_at ^ (d * 32)) + m * 2048, pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(y[0], y[1]),
+                 pack2(y[2], y[3]));
+      }
   }
-  __syncwarp();
+  __syncthreads();
   unsigned short* dk_out = static_cast<unsigned short*>(p.dk) + s.batch * p.dk_batch + kv_head * p.dk_head;
   unsigned short* dv_out = static_cast<unsigned short*>(p.dv) + s.batch * p.dv_batch + kv_head * p.dv_head;
   constexpr int CHUNKS = D / 8;
-  for (int j = lane; j < 16 * CHUNKS; j += 32) {
-    const int r = warp * 16 + j / CHUNKS, chunk = j % CHUNKS, key = key0 + r;
+  for (int j = threadIdx.x; j < BN * CHUNKS; j += THREADS) {
+    const int r = j / CHUNKS, chunk = j % CHUNKS, key = key0 + r;
     if (key >= s.k_rows) continue;
     const u32 offset = (chunk / 8) * BN * 128 + swizzled(r, chunk % 8);
     if (chunk * 8 < p.head_dim)

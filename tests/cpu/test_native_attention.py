@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,33 +164,53 @@ def test_nothing_is_launched_where_there_is_no_query(recorder: Recorder) -> None
     assert recorder.launches == []
 
 
-def test_launch_failures_name_kernel_and_limit() -> None:
-    class Error:
-        name = "CUDA_ERROR_INVALID_VALUE"
-
+def bare_kernel(launch_function: Any) -> launch.Kernel:
     kernel = launch.Kernel.__new__(launch.Kernel)
     kernel.specialisation = sm90_mma.forward_specialisation(64, True, "bf16")
-    kernel.built = type("Built", (), {"registers": 230, "shared_bytes": 51200})()
-    kernel.function, kernel._block, kernel._shared, kernel._success = None, 128, 49152, object()
-    kernel._launch = lambda *_: (Error(),)
+    kernel.built = SimpleNamespace(registers=230, shared_bytes=51200)  # type: ignore[assignment]
+    kernel._handle, kernel._block, kernel._shared, kernel._launch = 1, 128, 49152, launch_function
+    kernel._success = 0
+    return kernel
+
+
+def test_launch_failures_name_kernel_and_limit() -> None:
+    kernel = bare_kernel(lambda *_: 1)  # CUDA_ERROR_INVALID_VALUE
     with pytest.raises(kernels_native.LaunchFailed, match=r"attention_forward<64.*230 registers.*65535"):
         kernel.launch((1, 70000, 1), bytes(8), 0)
+    with pytest.raises(kernels_native.LaunchFailed, match=r"attention_forward<64.*230 registers.*65535"):
+        kernel.launch_arguments((1, 70000, 1), (ctypes.c_int(1),), 0)
     kernel.launch((0, 1, 1), bytes(8), 0)
 
 
-def test_parameter_bytes_are_passed_whole() -> None:
-    import ctypes
-
+def test_parameters_are_passed_whole() -> None:
     seen: list[bytes] = []
 
-    def fake(function: Any, *rest: Any) -> tuple[Any, ...]:
-        array = ctypes.cast(rest[8], ctypes.POINTER(ctypes.c_void_p))
-        assert array[0] is not None
-        seen.append(ctypes.string_at(array[0], 12))
-        return (success,)
+    def fake(*arguments: Any) -> int:
+        array = ctypes.cast(arguments[9], ctypes.POINTER(ctypes.c_void_p))
+        seen.append(ctypes.string_at(array[0] or 0, 12))
+        return 0
 
-    success = object()
-    kernel = launch.Kernel.__new__(launch.Kernel)
-    kernel.function, kernel._block, kernel._shared, kernel._success, kernel._launch = None, 1, 0, success, fake
-    kernel.launch((1, 1, 1), struct.pack("<iq", 7, -3), 0)
-    assert seen == [struct.pack("<iq", 7, -3)]
+    packed = struct.pack("<iq", 0, -3)
+    kernel = bare_kernel(fake)
+    kernel.launch((1, 1, 1), packed, 0)
+    kernel.launch_arguments((1, 1, 1), (ctypes.create_string_buffer(packed, len(packed)),), 0)
+    assert seen == [packed, packed]
+
+
+def test_a_checked_call_is_not_checked_again_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(attention_op, "_checked_scales", {})
+    monkeypatch.setattr(attention_op, "_check", lambda *_: calls.append(1))
+    monkeypatch.setattr(attention_op, "_forward", lambda q, *_: (q, q))
+    q, k, v = inputs()
+    for _ in range(3):
+        kernels_native.attention(q, k, v, kernel="sm90_mma")
+    assert len(calls) == 1
+    kernels_native.attention(q, k, v, kernel="sm90_mma", causal=True)
+    kernels_native.attention(q[:, :4], k, v, kernel="sm90_mma")
+    kernels_native.attention(q, k, v, kernel="sm90_mma", softmax_scale=0.5)
+    assert len(calls) == 3
+    with pytest.raises(TypeError, match="causal is 1"):
+        kernels_native.attention(q, k, v, kernel="sm90_mma", causal=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="packed"):
+        kernels_native.attention(q, k, v, kernel="sm90_mma", cu_seqlens_k=torch.zeros(2, dtype=torch.int32))
