@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from attnbench.cli.run import exit_code
 from attnbench.errors import UserError, did_you_mean
 from attnbench.measure import sweep
 from attnbench.measure.job import CaseJob, Row
-from attnbench.measure.jobs import check_backend_names, choose_device, merged
+from attnbench.measure.jobs import check_backend_names, choose_device, memory_bytes, merged
 from attnbench.measure.supervisor import Supervisor
 from attnbench.results.record import Record
 from attnbench.results.store import to_json_text
@@ -22,6 +24,9 @@ from attnbench.results.text import comma_separated, paint
 from attnbench.scenario.case import DTYPES, AttnresCase, op_name
 from attnbench.scenario.plan import CheckPolicy
 
+MOST_WORKERS = 6
+SMALL_BYTES = 10 << 30
+"""Predicted memory below which entries are checked side by side on one board."""
 HARNESS_NAMES = {"dx": "grad_x", "dq": "grad_q", "dout": "grad_y0", "dlse": "grad_l0"}
 """Gradients of phase 2 as the harness whose cases `phase2_backward.yaml` holds calls them."""
 
@@ -52,16 +57,10 @@ def check(
         )
     records: list[Record] = []
     try:
-        with Supervisor(where) as supervisor:
-            own = dict.fromkeys(row.backend for job in jobs for row in job.rows if is_custom(row.backend))
-            if own:
-                supervisor.load(list(own))
-            else:
-                supervisor.start()
-            for job in jobs:
-                found = sweep.execute(supervisor, [job], records.append, show=False)
-                if format == "table":
-                    print("\n".join(line for record in found for line in lines(job, record)), flush=True)
+        for job, found in _results(jobs, where):
+            records += found
+            if format == "table":
+                print("\n".join(line for record in found for line in lines(job, record)), flush=True)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -70,6 +69,24 @@ def check(
     else:
         print(as_data(records, format))
     return exit_code([record for record in records if judged(record.backend)])
+
+
+def _results(jobs: Sequence[CaseJob], device: str) -> Iterator[tuple[CaseJob, list[Record]]]:
+    """Each job with its records: small ones on several workers at once, then those that need the board alone."""
+    small = [job for job in jobs if memory_bytes(job) < SMALL_BYTES]
+    large = [job for job in jobs if memory_bytes(job) >= SMALL_BYTES]
+    own = dict.fromkeys(row.backend for job in jobs for row in job.rows if is_custom(row.backend))
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(Supervisor(device))
+        hello = first.start()
+        if own:
+            first.load(list(own))
+        count = min(MOST_WORKERS, (os.cpu_count() or 1) // 2, len(small) // 4, hello.memory_bytes // SMALL_BYTES)
+        supervisors = [first, *(stack.enter_context(Supervisor(device)) for _ in range(count - 1))]
+        yield from sweep.execute_parallel(supervisors, small)
+        for supervisor in supervisors[1:]:
+            supervisor.close()
+        yield from sweep.execute_parallel(supervisors[:1], large)
 
 
 def _known(what: str, given: Sequence[str], known: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -39,6 +40,48 @@ def execute(supervisor: Supervisor, jobs: Sequence[CaseJob], store: Store, *, sh
                     store(message)
                     step(f"{job.case.label}  {message.backend}", guess.get((message.backend, message.pass_), 0.0), 1)
     return records
+
+
+def execute_parallel(
+    supervisors: Sequence[Supervisor], jobs: Sequence[CaseJob]
+) -> Iterator[tuple[CaseJob, list[Record]]]:
+    """Run untimed jobs on several workers at once; yields each job with its records, in the order of `jobs`.
+
+    Compiling is most of a check's time, and workers compile side by side. Only for checks: timed jobs would disturb
+    each other.
+    """
+    queue = iter(enumerate(jobs))
+    done: dict[int, list[Record]] = {}
+    state = threading.Condition()
+    failures: list[BaseException] = []
+
+    def work(supervisor: Supervisor) -> None:
+        try:
+            while True:
+                with state:
+                    index, job = next(queue, (-1, None))
+                    if job is None or failures:
+                        return
+                found = [message for message in supervisor.run(job) if isinstance(message, Record)]
+                with state:
+                    done[index] = found
+                    state.notify_all()
+        except BaseException as error:
+            with state:
+                failures.append(error)
+                state.notify_all()
+
+    threads = [threading.Thread(target=work, args=(supervisor,), daemon=True) for supervisor in supervisors]
+    for thread in threads:
+        thread.start()
+    for index, job in enumerate(jobs):
+        with state:
+            while index not in done and not failures:
+                state.wait()
+            if index not in done:
+                raise failures[0]
+            found = done.pop(index)
+        yield job, found
 
 
 Step = Callable[[str, float, int], None]
