@@ -80,15 +80,15 @@ _FULL_PRECISION = {
     "dkv": (TileConfig(32, 32, 8, 1), TileConfig(32, 64, 8, 1), TileConfig(32, 32, 4, 2)),
 }
 _HALF_PRECISION = {
-    ("forward", 64): (TileConfig(128, 128, 4, 2, gluon=True), TileConfig(64, 128, 4, 3), TileConfig(128, 64, 4, 3)),
+    ("forward", 64): (TileConfig(64, 128, 4, 3), TileConfig(128, 128, 4, 2, gluon=True), TileConfig(128, 64, 4, 3)),
     ("forward", 128): (TileConfig(128, 128, 4, 2, gluon=True), TileConfig(64, 64, 4, 3), TileConfig(128, 64, 4, 2)),
-    ("forward", 256): (TileConfig(128, 64, 8, 2), TileConfig(128, 32, 8, 3), TileConfig(64, 64, 4, 2)),
-    ("dq", 64): (TileConfig(128, 64, 4, 3), TileConfig(64, 64, 4, 3), TileConfig(128, 64, 8, 3)),
-    ("dq", 128): (TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 2), TileConfig(128, 32, 4, 3)),
-    ("dq", 256): (TileConfig(64, 32, 4, 2), TileConfig(64, 64, 8, 2), TileConfig(128, 32, 8, 1)),
-    ("dkv", 64): (TileConfig(128, 64, 4, 2), TileConfig(64, 64, 4, 3), TileConfig(128, 128, 8, 2)),
-    ("dkv", 128): (TileConfig(64, 64, 4, 2), TileConfig(64, 128, 8, 3), TileConfig(64, 128, 8, 2)),
-    ("dkv", 256): (TileConfig(64, 64, 8, 1), TileConfig(32, 64, 8, 2), TileConfig(64, 64, 8, 2)),
+    ("forward", 256): (TileConfig(128, 64, 4, 2, gluon=True), TileConfig(128, 64, 8, 2)),
+    ("dq", 64): (TileConfig(128, 64, 4, 3), TileConfig(128, 128, 4, 3, gluon=True)),
+    ("dq", 128): (TileConfig(128, 64, 4, 3, gluon=True), TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 2)),
+    ("dq", 256): (TileConfig(128, 32, 4, 2, gluon=True), TileConfig(128, 32, 8, 2)),
+    ("dkv", 64): (TileConfig(128, 64, 4, 2), TileConfig(64, 64, 4, 3), TileConfig(128, 128, 4, 2, gluon=True)),
+    ("dkv", 128): (TileConfig(64, 128, 4, 2, gluon=True), TileConfig(64, 64, 4, 2)),
+    ("dkv", 256): (TileConfig(64, 64, 8, 2), TileConfig(64, 64, 8, 2, gluon=True)),
 }
 _chosen: dict[ConfigKey, TileConfig] = {}
 

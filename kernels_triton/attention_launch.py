@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels_triton.arguments import AttentionArgs
 from kernels_triton.attention_backward_kernels import attention_dkv_kernel, attention_dq_kernel
 from kernels_triton.attention_config import TileConfig, config_for, config_key, padded
 from kernels_triton.attention_forward_kernel import attention_forward_kernel
+from kernels_triton.attention_runtime import aligned, descriptor, gluon_kernels, launch
 
 LOG2_E = 1.4426950408889634
 # Keys and values of the heads walked together should stay in half of an H200's 50 MB L2.
 L2_SHARE = 24 * 2**20
 Gradient = torch.Tensor | None
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where TMA can read it (16-byte strides and base, dense last dimension), else a copy."""
-    unit = 16 // tensor.element_size()
-    strides = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
-    usable = all(s > 0 and s % unit == 0 and s * tensor.element_size() < 2**40 for s in strides)
-    if usable and tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _descriptor(tensor: torch.Tensor, rows: int, config: TileConfig) -> Any:
-    """`[batch or 1, heads, rows, head_dim]` view of a natural-layout tensor, read in blocks of `rows` whole rows."""
-    if tensor.dim() == 3:
-        tensor = tensor.unsqueeze(0)
-    shape = [tensor.shape[0], tensor.shape[2], tensor.shape[1], tensor.shape[3]]
-    strides = [tensor.stride(0), tensor.stride(2), tensor.stride(1)]
-    # The stride of a dimension of one means nothing, yet must be legal.
-    strides = [tensor.shape[3] if n == 1 else s for s, n in zip(strides, shape[:3], strict=True)] + [1]
-    block = [1, 1, rows, padded(shape[3])]
-    if config.gluon:
-        return gluon_kernels().descriptor(tensor, shape, strides, block)
-    return TensorDescriptor(tensor, shape, strides, block)
-
-
-@cache
-def gluon_kernels() -> Any:
-    """The Gluon kernels, imported on first use: the interpreter knows no Gluon."""
-    return import_module("kernels_triton.attention_hopper")
 
 
 def _tiles(args: AttentionArgs, block: int, *, keys: bool) -> int:
@@ -90,7 +58,7 @@ def forward(args: AttentionArgs, config: TileConfig | None = None) -> tuple[torc
     if q.numel() == 0 or k.numel() == 0 or args.batch == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     config = config or config_for(config_key("forward", args))
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    q, k, v = aligned(q), aligned(k), aligned(v)
     tiles = _tiles(args, config.block_m, keys=False)
     seqlen_q, seqlen_k, tokens_q, _ = _lengths(args)
     rows = 64 if config.gluon else config.block_m
@@ -104,10 +72,10 @@ def forward(args: AttentionArgs, config: TileConfig | None = None) -> tuple[torc
         constants |= {"BLOCK_M": config.block_m, "PRECISION": _precision(args)}
     kernel = gluon_kernels().forward if config.gluon else attention_forward_kernel
     with torch.cuda.device_of(q):
-        kernel[(tiles * _pairs(args, args.heads),)](
-            _descriptor(q, rows, config),
-            _descriptor(k, config.block_n, config),
-            _descriptor(v, config.block_n, config),
+        arguments = (
+            descriptor(q, rows, config),
+            descriptor(k, config.block_n, config),
+            descriptor(v, config.block_n, config),
             out,
             lse,
             args.cu_seqlens_q,
@@ -120,8 +88,8 @@ def forward(args: AttentionArgs, config: TileConfig | None = None) -> tuple[torc
             tiles,
             _group(args, keys=False),
             args.softmax_scale * LOG2_E,
-            **constants,
         )
+        launch(kernel, tiles * _pairs(args, args.heads), arguments, constants)
     return out, lse
 
 
@@ -151,21 +119,21 @@ def backward(
                 gradient.zero_()
         return gradients
     dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
-    aligned = AttentionArgs(
-        _aligned(q), _aligned(k), _aligned(v), args.causal, args.softmax_scale, args.cu_seqlens_q, args.cu_seqlens_k,
+    ready = AttentionArgs(
+        aligned(q), aligned(k), aligned(v), args.causal, args.softmax_scale, args.cu_seqlens_q, args.cu_seqlens_k,
         args.max_seqlen_q, args.max_seqlen_k,
     )  # fmt: skip
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32)
     shift, delta = torch.empty_like(lse), torch.empty_like(lse)
-    dout = _aligned(dout)
+    dout = aligned(dout)
     configs = configs or {}
     with torch.cuda.device_of(q):
         config = configs.get("dq") or config_for(config_key("dq", args))
-        _launch_dq(aligned, config, dout, out.contiguous(), lse, dlse, shift, delta, dq)
+        _launch_dq(ready, config, dout, out.contiguous(), lse, dlse, shift, delta, dq)
         if dk is not None and dv is not None:
             config = configs.get("dkv") or config_for(config_key("dkv", args))
-            _launch_dkv(aligned, config, dout, shift, delta, dk, dv)
+            _launch_dkv(ready, config, dout, shift, delta, dk, dv)
     return gradients
 
 
@@ -199,12 +167,12 @@ def _launch_dq(
     else:
         constants |= {"BLOCK_M": config.block_m, "PRECISION": _precision(args)}
     kernel = gluon_kernels().dq if config.gluon else attention_dq_kernel
-    kernel[(tiles * _pairs(args, args.heads),)](
-        _descriptor(args.q, rows, config),
-        _descriptor(args.k, config.block_n, config),
-        _descriptor(args.v, config.block_n, config),
-        _descriptor(dout, rows, config),
-        out if config.gluon else _descriptor(out, rows, config),
+    arguments = (
+        descriptor(args.q, rows, config),
+        descriptor(args.k, config.block_n, config),
+        descriptor(args.v, config.block_n, config),
+        descriptor(dout, rows, config),
+        out if config.gluon else descriptor(out, rows, config),
         lse,
         dlse,
         shift,
@@ -222,8 +190,8 @@ def _launch_dq(
         args.softmax_scale * LOG2_E,
         args.softmax_scale,
         *dlse_strides,
-        **constants,
     )
+    launch(kernel, tiles * _pairs(args, args.heads), arguments, constants)
 
 
 def _launch_dkv(
@@ -247,11 +215,11 @@ def _launch_dkv(
     else:
         constants |= {"BLOCK_N": config.block_n, "PRECISION": _precision(args)}
     kernel = gluon_kernels().dkv if config.gluon else attention_dkv_kernel
-    kernel[(tiles * _pairs(args, args.kv_heads),)](
-        _descriptor(args.q, config.block_m, config),
-        _descriptor(args.k, rows, config),
-        _descriptor(args.v, rows, config),
-        _descriptor(dout, config.block_m, config),
+    arguments = (
+        descriptor(args.q, config.block_m, config),
+        descriptor(args.k, rows, config),
+        descriptor(args.v, rows, config),
+        descriptor(dout, config.block_m, config),
         shift,
         delta,
         dk,
@@ -265,8 +233,8 @@ def _launch_dkv(
         _group(args, keys=True),
         args.softmax_scale * LOG2_E,
         args.softmax_scale,
-        **constants,
     )
+    launch(kernel, tiles * _pairs(args, args.kv_heads), arguments, constants)
 
 
 def _lengths(args: AttentionArgs) -> tuple[int, int, int, int]:
