@@ -25,6 +25,7 @@ class Config:
     stages: int = 2
     q_stages: int = 2
     split: bool = False
+    ahead: bool = True
     cluster: int = 1
     dynamic: bool = True
     pingpong: bool = True
@@ -57,6 +58,7 @@ class Config:
             "CAUSAL": int(self.causal),
             "VARLEN": int(self.varlen),
             "SPLIT": int(self.split),
+            "AHEAD": int(self.ahead and self.q_stages > 1),
             "CLUSTER": self.cluster,
             "DYNAMIC": int(self.dynamic),
             "PINGPONG": int(self.pingpong),

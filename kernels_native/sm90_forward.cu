@@ -9,6 +9,7 @@
 //   BLOCK_N               keys a block
 //   WARPGROUPS            consumer warpgroups, 64 rows each
 //   STAGES, Q_STAGES      buffers of K and of V; of Q (O is staged in the Q buffer it came from)
+//   AHEAD                 the next tile's first scores run with this tile's last P V (needs two Q_STAGES)
 //   CAUSAL, VARLEN        0 or 1
 //   CLUSTER               blocks that work on one key head in step and share its loads: 1 or 2
 //   DYNAMIC               tiles are handed out in order instead of dealt to and fro
@@ -515,22 +516,22 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
 
       // The last P V, and with it the next tile's first scores.
       if (RESCALE_EARLY && rescale) rescale_output(o, factor);
-      const bool ahead = Q_STAGES > 1 && open(round + 1, step + 1);
+      const bool ahead = AHEAD && open(round + 1, step + 1);
       wait_v(step);
-      if (PINGPONG) named_barrier_sync(turn, 256);
+      if (PINGPONG && AHEAD) named_barrier_sync(turn, 256);
       // Conditional products stand whole in each branch: the assembler serialises what it must patch up.
       if (ahead) {
         issue_block(step, No{});
         first_scores(step + 1, pass_turn);
       } else {
         issue_block(step, No{});
-        pass_turn();
+        if (AHEAD) pass_turn();
         wgmma_wait<0>();
       }
       registers_fence(o);
       release_v(step);
       ++step;
-    } else if (Q_STAGES > 1 && open(round + 1, step)) {
+    } else if (AHEAD && open(round + 1, step)) {
       first_scores(step, nothing);
     }
     release_q((round + Q_STAGES - 1) % Q_STAGES);
@@ -612,8 +613,8 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
     }
 #endif
     stored = thread == 0;
-    if (Q_STAGES == 1) {
-      release_q(qs);
+    if (!AHEAD) {
+      if (Q_STAGES == 1) release_q(qs);
       if (open(round + 1, step)) first_scores(step, nothing);
     }
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kernels_native.launch import Kernel, current_stream, kernel
@@ -20,7 +21,8 @@ HEADROOM = 8.0
 """How far, in log2 units, a maximum may be out of date before outputs are rescaled: P stays below 2^8."""
 L2_BYTES = 32 << 20
 """Keys and values of one section of heads under causal: about what stays in the H200's 50 MB L2 beside the rest."""
-_PARAMS = struct.Struct("512s 8Q 12i 2f 8x")
+_ADDRESSES = struct.Struct("8Q")
+_NUMBERS = struct.Struct("12i 2f 8x")
 _PREPARE = struct.Struct("2Q 2i")
 _COMBINE = struct.Struct("4Q q 4i")
 
@@ -30,12 +32,6 @@ def _multiprocessors(device: int) -> int:
     import torch
 
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _kernels(config: Config, device: int) -> tuple[Kernel, Kernel, Kernel]:
-    """The forward, the schedule of packed sequences, the merging of splits."""
-    return tuple(kernel(s, device) for s in (config.specialisation(), config.prepare(), config.combine()))  # type: ignore[return-value]
 
 
 _counters: dict[tuple[int, int], torch.Tensor] = {}
@@ -64,6 +60,118 @@ def _group_map(q: torch.Tensor, dtype: str, group: int, tile_rows: int) -> bytes
     return tensor_map(dtype, q.data_ptr(), (columns, *sizes), strides, (64, group, tile_rows, 1, 1))
 
 
+@dataclass(eq=False)
+class _Plan:
+    """What calls of one geometry share. `maps` keeps tensor maps by addresses and strides."""
+
+    config: Config
+    main: Kernel
+    prepare: Kernel
+    combine: Kernel
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    rows: int
+    sequences: int
+    tile_rows: int
+    splits: int
+    numbers: bytes  # the kernel's parameters after the addresses
+    grid: tuple[int, int, int]
+    merged: tuple[int, ...]  # the merging kernel's parameters after the addresses
+    merge_grid: tuple[int, int, int]
+    maps: dict[tuple[object, ...], bytes] = field(default_factory=dict)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    dtype: str,
+    device: int,
+    causal: bool,
+    softmax_scale: float,
+    sequences: int | None,
+    config: Config | None,
+) -> _Plan:
+    """`sequences` counts packed ones; None for a dense batch."""
+    varlen = sequences is not None
+    rows, heads, head_dim = q_shape[-3:]
+    keys, kv_heads, head_dim_v = k_shape[-3], k_shape[-2], v_shape[-1]
+    batch = q_shape[0] if sequences is None else sequences
+    group = heads // kv_heads
+    blocks = _multiprocessors(device)
+    tile_rows = splits = each = 0
+    chosen = config or choose(head_dim, head_dim_v, causal, varlen, dtype)
+    if not varlen and (config is None or config.split):
+        packed = config or split_config(chosen)
+        tile_rows, splits, each = split_plan(rows, keys, heads, kv_heads, batch, blocks, packed.block_m, packed.block_n)
+        if config and not splits:  # asked for by name
+            tile_rows, splits, each = packed.block_m // group, 1, -(-keys // packed.block_n)
+        if splits:
+            chosen = packed
+    row_tiles = -(-rows // (tile_rows or chosen.block_m))
+    # A pair of blocks shares keys: as two heads of a group, else as two row tiles.
+    pair_heads = chosen.cluster > 1 and group % chosen.cluster == 0
+    if varlen:
+        most_tiles = (row_tiles + batch + 1) * heads
+    elif chosen.cluster > 1 and not pair_heads:
+        most_tiles = -(-row_tiles // chosen.cluster) * chosen.cluster * heads * batch
+    else:
+        most_tiles = row_tiles * (kv_heads * splits if splits else heads) * batch
+    section = min(max(1, L2_BYTES // max(1, 2 * keys * (head_dim + head_dim_v))) * group, heads * max(batch, 1))
+    if pair_heads:
+        section = max(1, section // chosen.cluster)
+    scale_log2 = softmax_scale * LOG2_E
+    numbers = _NUMBERS.pack(
+        batch,
+        heads,
+        group,
+        rows,
+        keys,
+        row_tiles,
+        section,
+        head_dim_v,
+        int(pair_heads),
+        tile_rows,
+        splits,
+        each,
+        scale_log2,
+        HEADROOM / scale_log2,
+    )
+    lse_shape = (heads, rows) if varlen else (batch, heads, rows)
+    total = math.prod(lse_shape)
+    return _Plan(
+        chosen,
+        kernel(chosen.specialisation(), device),
+        kernel(chosen.prepare(), device),
+        kernel(chosen.combine(), device),
+        (*q_shape[:-1], head_dim_v),
+        lse_shape,
+        rows,
+        batch,
+        tile_rows,
+        splits,
+        numbers,
+        (min(blocks // chosen.cluster * chosen.cluster, most_tiles), 1, 1),
+        (total, heads, rows, head_dim_v, splits),
+        (-(-total // 8), 1, 1),
+    )
+
+
+def _maps(plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> bytes:
+    """The four tensor maps."""
+    config, dtype = plan.config, plan.config.dtype
+    key_rows = config.block_n // config.cluster
+    if plan.splits:
+        q_map = _group_map(q, dtype, q.shape[2] // k.shape[2], plan.tile_rows)
+    else:
+        q_map = row_map(q, dtype, config.block_m)
+    # Without keys nothing is loaded through their maps, but the kernel prefetches them.
+    k_map = row_map(k, dtype, key_rows) if k.numel() else q_map
+    v_map = row_map(v, dtype, key_rows) if v.numel() else q_map
+    return q_map + k_map + v_map + row_map(out, dtype, 64)
+
+
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -87,102 +195,37 @@ def forward(
     """
     import torch
 
-    varlen = cu_seqlens_q is not None
-    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    dtype = "bf16" if q.dtype == torch.bfloat16 else "fp16"
     device = q.device.index
-    heads, kv_heads = q.shape[-2], k.shape[-2]
-    rows, keys = q.shape[-3], k.shape[-3]
-    batch = cu_seqlens_q.numel() - 1 if cu_seqlens_q is not None else q.shape[0]
-    tile_rows = splits = blocks_per_split = 0
-    if config is None or config.split:
-        given, config = config, config or choose(head_dim, head_dim_v, causal, varlen, dtype)
-        if not varlen:
-            packed = given or split_config(config)
-            tile_rows, splits, blocks_per_split = split_plan(
-                rows, keys, heads, kv_heads, batch, _multiprocessors(device), packed.block_m, packed.block_n
-            )
-            if splits or given:
-                config = packed
-            if not splits and given:  # asked for by name
-                tile_rows, splits, blocks_per_split = (
-                    config.block_m // (heads // kv_heads),
-                    1,
-                    -(-keys // config.block_n),
-                )
-    out = torch.empty((*q.shape[:-1], head_dim_v), dtype=q.dtype, device=q.device)
-    lse = torch.empty((heads, rows) if varlen else (batch, heads, rows), dtype=torch.float32, device=q.device)
+    sequences = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    dtype = "bf16" if q.dtype == torch.bfloat16 else "fp16"
+    plan = _plan(q.shape, k.shape, v.shape, dtype, device, causal, softmax_scale, sequences, config)
+    out = torch.empty(plan.out_shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
-    group = heads // kv_heads
-    q_map = _group_map(q, dtype, group, tile_rows) if splits else row_map(q, dtype, config.block_m)
-    # Without keys nothing is loaded through their maps, but the kernel prefetches them.
-    k_map = row_map(k, dtype, config.block_n // config.cluster) if k.numel() else q_map
-    v_map = row_map(v, dtype, config.block_n // config.cluster) if v.numel() else q_map
-    main, prepare, combine = _kernels(config, device)
+    key = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), q.stride(), k.stride(), v.stride())
+    maps = plan.maps.get(key)
+    if maps is None:
+        if len(plan.maps) >= 256:
+            plan.maps.clear()  # the same few addresses come back; what does not must not pile up
+        maps = plan.maps[key] = _maps(plan, q, k, v, out)
     stream = current_stream(device)
-    row_tiles = -(-rows // (tile_rows if splits else config.block_m))
-    offsets_address = cu_q_address = cu_k_address = 0
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        offsets = torch.empty(batch + 2, dtype=torch.int32, device=q.device)
-        offsets_address = offsets.data_ptr()
-        cu_q_address, cu_k_address = cu_seqlens_q.data_ptr(), cu_seqlens_k.data_ptr()
-        prepare.launch((1, 1, 1), _PREPARE.pack(cu_q_address, offsets_address, batch, rows), stream)
-        most_tiles = (row_tiles + batch + 1) * heads
-    else:
-        most_tiles = row_tiles * (kv_heads * splits if splits else heads) * batch
-    # A pair of blocks shares keys: as two heads of a group, else as two row tiles.
-    pair_heads = config.cluster > 1 and group % config.cluster == 0
-    if config.cluster > 1 and not pair_heads:
-        most_tiles = -(-row_tiles // config.cluster) * config.cluster * heads * batch
-    partial_out = partial_lse = out
-    if splits:
-        partial_out = torch.empty((splits, *lse.shape, head_dim_v), dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
     counter = _counter(device, stream)
-    section = min(max(1, L2_BYTES // max(1, 2 * keys * (head_dim + head_dim_v))) * group, heads * batch)
-    if pair_heads:
-        section = max(1, section // config.cluster)
-    params = _PARAMS.pack(
-        q_map + k_map + v_map + row_map(out, dtype, 64),
-        out.data_ptr(),
-        lse.data_ptr(),
-        cu_q_address,
-        cu_k_address,
-        offsets_address,
-        partial_out.data_ptr(),
-        partial_lse.data_ptr(),
-        counter.data_ptr(),
-        batch,
-        heads,
-        group,
-        rows,
-        keys,
-        row_tiles,
-        section,
-        head_dim_v,
-        int(pair_heads),
-        tile_rows,
-        splits,
-        blocks_per_split,
-        softmax_scale * LOG2_E,
-        HEADROOM / (softmax_scale * LOG2_E),
+    cu_q = cu_k = offsets = partial_out = partial_lse = 0
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        tile_offsets = torch.empty(plan.sequences + 2, dtype=torch.int32, device=q.device)
+        cu_q, cu_k, offsets = cu_seqlens_q.data_ptr(), cu_seqlens_k.data_ptr(), tile_offsets.data_ptr()
+        plan.prepare.launch((1, 1, 1), _PREPARE.pack(cu_q, offsets, plan.sequences, plan.rows), stream)
+    if plan.splits:
+        parts = torch.empty((plan.splits, *plan.lse_shape, plan.out_shape[-1]), dtype=torch.float32, device=q.device)
+        parts_lse = torch.empty((plan.splits, *plan.lse_shape), dtype=torch.float32, device=q.device)
+        partial_out, partial_lse = parts.data_ptr(), parts_lse.data_ptr()
+    addresses = _ADDRESSES.pack(
+        out.data_ptr(), lse.data_ptr(), cu_q, cu_k, offsets, partial_out, partial_lse, counter.data_ptr()
     )
-    grid = min(_multiprocessors(device) // config.cluster * config.cluster, most_tiles)
-    main.launch((grid, 1, 1), params, stream)
-    if splits:
-        total = lse.numel()
-        merged = _COMBINE.pack(
-            partial_out.data_ptr(),
-            partial_lse.data_ptr(),
-            out.data_ptr(),
-            lse.data_ptr(),
-            total,
-            heads,
-            rows,
-            head_dim_v,
-            splits,
-        )
-        combine.launch((-(-total // 8), 1, 1), merged, stream)
+    plan.main.launch(plan.grid, maps + addresses + plan.numbers, stream)
+    if plan.splits:
+        merged = _COMBINE.pack(partial_out, partial_lse, out.data_ptr(), lse.data_ptr(), *plan.merged)
+        plan.combine.launch(plan.merge_grid, merged, stream)
     return out, lse

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kernels_native.jit import INCLUDE, SHARED_LIMIT, build
-from kernels_native.sm90_forward import HEAD_DIMS, choose, specialisations
+from kernels_native.sm90_forward import HEAD_DIMS, choose, specialisations, split_plan
 
 
 def sass(cubin: bytes) -> str:
@@ -193,3 +193,21 @@ def test_schedule_visits_every_tile_once(tmp_path: Path) -> None:
             assert len({tuple(x) for x in columns}) == total
             assert (columns < [row_tiles, heads, batch]).all()
             assert (columns >= 0).all()
+
+
+def test_parameters_have_the_size_of_the_kernels_struct() -> None:
+    from kernels_native.sm90_forward import _ADDRESSES, _NUMBERS
+
+    size = 4 * 128 + _ADDRESSES.size + _NUMBERS.size
+    assert size == 640  # four tensor maps, eight addresses, twelve ints, two floats, padded to a tensor map's alignment
+    assert size % 64 == 0
+
+
+def test_split_plan_covers_the_keys_and_fills_the_gpu() -> None:
+    for rows, keys, heads, kv_heads, batch in [(1, 8192, 32, 8, 8), (64, 32768, 32, 8, 1), (1, 32768, 32, 32, 1)]:
+        tile_rows, splits, each = split_plan(rows, keys, heads, kv_heads, batch, 132, 128, 128)
+        assert tile_rows * (heads // kv_heads) <= 128
+        assert (splits - 1) * each * 128 < keys <= splits * each * 128
+        assert splits * batch * kv_heads * -(-rows // tile_rows) <= 132 or splits == 1
+    assert split_plan(4096, 4096, 16, 16, 4, 132, 128, 128) == (0, 0, 0)
+    assert split_plan(1, 100, 129, 1, 1, 132, 128, 128) == (0, 0, 0)  # a group that no tile holds
