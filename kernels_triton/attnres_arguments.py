@@ -106,5 +106,6 @@ def _check_places(**tensors: torch.Tensor) -> None:
             raise ValueError(f"{name} is on {other.device} and {first} on {tensor.device}: want one device")
     if not tensor.is_cuda and not INTERPRET and not torch.compiler.is_compiling():
         raise ValueError(
-            f"{first} is on {tensor.device}: want CUDA tensors (on a CPU, set TRITON_INTERPRET=1 before triton is imported)"
+            f"{first} is on {tensor.device}: want CUDA tensors "
+            "(on a CPU, set TRITON_INTERPRET=1 before triton is imported)"
         )

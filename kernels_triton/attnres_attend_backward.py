@@ -3,10 +3,9 @@
 With p = exp(s - L), g[s, n] = <dO_s, V_n>, delta[s] = sum_n p g and ds = p (g - delta + dL), per row:
 dV_n = sum_s (p dO_s + ds r_n W_s) - V_n (r_n²/D) sum_s ds s, and dW_s = sum over rows and n of ds r_n V_n.
 
-Two steps. The first takes whole rows: it reads V and dO once for g, and leaves p, ds r and V's own factor in memory, a
+Two launches. The first takes whole rows: it reads V and dO for g, and leaves p, ds r and V's own factor in memory, a
 few hundred bytes a row. The second takes a slice of D for many rows: it reads V and dO again and writes dV, while the
-slice of W and the sum for dW stay in registers. On a GPU both run in one launch, a window of rows at a time, so that
-the second reading is served by the L2 cache; programs meet between the steps of a window.
+slice of W and the sum for dW stay in registers.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -208,73 +207,24 @@ def _second_step(
     _store_slice(dw, partial_ptr, line, d, hidden, queries, ROWS, BLOCK_S, CHUNK)
 
 
-@triton.jit
-def _both_steps(
-    v_ptr, w_ptr, do_ptr, lse_ptr, dl_ptr, logits_ptr, rstd_ptr, p_ptr, coef_ptr, norm_ptr, dv_ptr, partial_ptr,
-    arrived_ptr, v_block_stride, v_row_stride, w_stride, do_query_stride, do_row_stride, rows, hidden, blocks, queries,
-    programs, window, slices, parts,
-    GROUPS: tl.constexpr, HAS_DL: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_N1: tl.constexpr, BLOCK_S1: tl.constexpr, SPLITS: tl.constexpr, CHUNK_A: tl.constexpr,
-    CHUNK_B: tl.constexpr, STAGES_A: tl.constexpr, STAGES_B: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Programs of a group go through its windows together: first step, meeting, second step.
-
-    While one group waits, the others have the multiprocessor. All programs must be resident, hence a cooperative
-    launch.
-    """
-    group = tl.program_id(0) % GROUPS
-    me = tl.program_id(0) // GROUPS
-    d = (me % slices) * CHUNK_B + tl.arange(0, CHUNK_B)
-    part = me // slices
-    share = tl.cdiv(tl.cdiv(window, parts), ROWS) * ROWS
-    w = _slice_of_queries(w_ptr, w_stride, d, hidden, queries, ROWS, BLOCK_S)
-    dw = tl.zeros([ROWS * BLOCK_S, CHUNK_B], tl.float32)
-    expected = 0
-    for begin in range(group * window, rows, GROUPS * window):
-        stop = tl.minimum(begin + window, rows)
-        for row in range(begin + me, stop, programs):
-            _row_weights(
-                row, v_ptr, do_ptr, lse_ptr, dl_ptr, logits_ptr, rstd_ptr, p_ptr, coef_ptr, norm_ptr, v_block_stride,
-                v_row_stride, do_query_stride, do_row_stride, rows, hidden, blocks, queries, HAS_DL, BLOCK_N1, BLOCK_S1,
-                SPLITS, CHUNK_A, STAGES_A, SPLIT, PRECISION,
-            )  # fmt: skip
-        tl.debug_barrier()
-        expected += programs
-        seen = tl.atomic_add(arrived_ptr + group * 32, 1, sem="acq_rel") + 1
-        while seen < expected:
-            seen = tl.atomic_add(arrived_ptr + group * 32, 0, sem="acquire")
-        tl.debug_barrier()
-        start = begin + part * share
-        end = tl.where(part < parts, tl.minimum(start + share, stop), start)
-        dw = _columns(
-            start, end, d, w, dw, v_ptr, do_ptr, p_ptr, coef_ptr, norm_ptr, dv_ptr, v_block_stride, v_row_stride,
-            do_query_stride, do_row_stride, rows, hidden, blocks, queries, ACCUMULATE, ROWS, BLOCK_N, BLOCK_S, CHUNK_B,
-            STAGES_B, SPLIT, PRECISION,
-        )  # fmt: skip
-    if part < parts:
-        _store_slice(dw, partial_ptr, group * parts + part, d, hidden, queries, ROWS, BLOCK_S, CHUNK_B)
-
-
 @dataclass(frozen=True)
 class Config:
-    """How the launches are cut.
+    """How the two launches are cut.
 
-    First step: `splits` of `chunk_a` columns a turn, one a warp. Second step: `rows` rows and `chunk_b` columns a turn.
-    `groups` is 0 for two launches, else the number of groups (one program of each a multiprocessor) of the one launch,
-    whose windows hold `depth` rows a program.
+    First: `splits` of `chunk` columns a turn (one a warp), stages, warps, programs an SM. Second: rows and columns a
+    turn, stages, warps, programs an SM.
     """
 
-    rows: int = 1
     splits: int = 4
-    chunk_a: int = 64
-    chunk_b: int = 256
-    stages_a: int = 3
-    stages_b: int = 3
+    chunk: int = 64
+    stages: int = 3
     warps: int = 4
     waves: int = 4
-    groups: int = 0
-    depth: int = 1
-    maxnreg: int | None = None
+    rows_b: int = 1
+    chunk_b: int = 256
+    stages_b: int = 3
+    warps_b: int = 4
+    waves_b: int = 2
 
 
 def default_config(hidden: int, blocks: int, queries: int, bits: int) -> Config:
@@ -282,13 +232,13 @@ def default_config(hidden: int, blocks: int, queries: int, bits: int) -> Config:
     block_n, block_s = max(16, triton.next_power_of_2(blocks)), max(16, triton.next_power_of_2(queries))
     if INTERPRET:
         wide = min(8192, max(16, triton.next_power_of_2(hidden)))
-        return Config(splits=1, chunk_a=wide, chunk_b=wide)
+        return Config(splits=1, chunk=wide, chunk_b=wide)
     if bits > 16:
         narrow = max(16, min(32, 4096 // max(block_n, block_s)))
-        return Config(splits=1, chunk_a=32, chunk_b=narrow, stages_a=2, stages_b=2)
+        return Config(splits=1, chunk=32, stages=2, chunk_b=narrow, stages_b=2)
     splits = 4 if block_n * block_s <= 1024 else 1
     chunk_b = max(32, min(256, 8192 // max(block_n, block_s)))
-    return Config(rows=2 if blocks <= 8 and queries <= 8 else 1, splits=splits, chunk_b=chunk_b)
+    return Config(splits=splits, rows_b=2 if blocks <= 8 and queries <= 8 else 1, chunk_b=chunk_b)
 
 
 def backward(
@@ -320,42 +270,28 @@ def backward(
     cfg = config or default_config(hidden, blocks, queries, v.element_size() * 8)
     split = v.dtype == w.dtype == do.dtype == torch.bfloat16 and not INTERPRET
     precision = "ieee" if torch.float32 in (v.dtype, w.dtype, do.dtype) else "tf32x3"
-    # A product over the padded sources or targets of a tile has at least 16 terms.
-    block_n = max(triton.next_power_of_2(blocks), triton.cdiv(16, cfg.rows))
-    block_s = max(triton.next_power_of_2(queries), triton.cdiv(16, cfg.rows))
-    block_n1, block_s1 = max(8, triton.next_power_of_2(blocks)), max(16, triton.next_power_of_2(queries))
     scratch = torch.empty(2 * queries + 1, rows, blocks, dtype=torch.float32, device=v.device)
     p, coef, norm = scratch[:queries], scratch[queries : 2 * queries], scratch[2 * queries]
     strides = (v.stride(0), v.stride(1), do.stride(0), do.stride(1))
+    programs = min(rows, multiprocessors(v.device) * cfg.waves)
+    _first_step[(programs,)](
+        v, do, lse, dl, logits, rstd, p, coef, norm, *strides, rows, hidden, blocks, queries, programs,
+        HAS_DL=dl is not None, BLOCK_N=max(8, triton.next_power_of_2(blocks)),
+        BLOCK_S=max(16, triton.next_power_of_2(queries)), SPLITS=cfg.splits, CHUNK=cfg.chunk, STAGES=cfg.stages,
+        SPLIT=split, PRECISION=precision, num_warps=cfg.warps,
+    )  # fmt: skip
     slices = triton.cdiv(hidden, cfg.chunk_b)
-    if cfg.groups and not INTERPRET:
-        programs = max(multiprocessors(v.device), slices)
-        parts = programs // slices
-        partial = torch.empty(cfg.groups * parts, queries, hidden, dtype=torch.float32, device=v.device)
-        arrived = torch.zeros(cfg.groups * 32, dtype=torch.int32, device=v.device)
-        _both_steps[(cfg.groups * programs,)](
-            v, w, do, lse, dl, logits, rstd, p, coef, norm, dv, partial, arrived, strides[0], strides[1], w.stride(0),
-            strides[2], strides[3], rows, hidden, blocks, queries, programs, cfg.depth * programs, slices, parts,
-            GROUPS=cfg.groups, HAS_DL=dl is not None, ACCUMULATE=accumulate_v, ROWS=cfg.rows, BLOCK_N=block_n,
-            BLOCK_S=block_s, BLOCK_N1=block_n1, BLOCK_S1=block_s1, SPLITS=cfg.splits, CHUNK_A=cfg.chunk_a,
-            CHUNK_B=cfg.chunk_b, STAGES_A=cfg.stages_a, STAGES_B=cfg.stages_b, SPLIT=split, PRECISION=precision,
-            num_warps=cfg.warps, launch_cooperative_grid=True, **({"maxnreg": cfg.maxnreg} if cfg.maxnreg else {}),
-        )  # fmt: skip
-    else:
-        programs = min(rows, multiprocessors(v.device) * cfg.waves)
-        _first_step[(programs,)](
-            v, do, lse, dl, logits, rstd, p, coef, norm, *strides, rows, hidden, blocks, queries, programs,
-            HAS_DL=dl is not None, BLOCK_N=block_n1, BLOCK_S=block_s1, SPLITS=cfg.splits, CHUNK=cfg.chunk_a,
-            STAGES=cfg.stages_a, SPLIT=split, PRECISION=precision, num_warps=cfg.warps,
-        )  # fmt: skip
-        tiles = triton.cdiv(rows, cfg.rows)
-        parts = max(1, min(tiles, triton.cdiv(2 * multiprocessors(v.device), slices)))
-        share = triton.cdiv(tiles, parts) * cfg.rows
-        parts = triton.cdiv(rows, share)
-        partial = torch.empty(parts, queries, hidden, dtype=torch.float32, device=v.device)
-        _second_step[(slices, parts)](
-            v, w, do, p, coef, norm, dv, partial, strides[0], strides[1], w.stride(0), strides[2], strides[3], rows,
-            hidden, blocks, queries, share, ACCUMULATE=accumulate_v, ROWS=cfg.rows, BLOCK_N=block_n, BLOCK_S=block_s,
-            CHUNK=cfg.chunk_b, STAGES=cfg.stages_b, SPLIT=split, PRECISION=precision, num_warps=cfg.warps,
-        )  # fmt: skip
-    column_sum(partial.view(partial.shape[0], queries * hidden), dw.view(-1), accumulate_w)
+    tiles = triton.cdiv(rows, cfg.rows_b)
+    lines = max(1, min(tiles, triton.cdiv(cfg.waves_b * multiprocessors(v.device), slices)))
+    share = triton.cdiv(tiles, lines) * cfg.rows_b
+    lines = triton.cdiv(rows, share)
+    partial = torch.empty(lines, queries * hidden, dtype=torch.float32, device=v.device)
+    # A product over the padded sources or targets of a tile has at least 16 terms.
+    _second_step[(slices, lines)](
+        v, w, do, p, coef, norm, dv, partial, v.stride(0), v.stride(1), w.stride(0), do.stride(0), do.stride(1), rows,
+        hidden, blocks, queries, share, ACCUMULATE=accumulate_v, ROWS=cfg.rows_b,
+        BLOCK_N=max(triton.next_power_of_2(blocks), triton.cdiv(16, cfg.rows_b)),
+        BLOCK_S=max(triton.next_power_of_2(queries), triton.cdiv(16, cfg.rows_b)), CHUNK=cfg.chunk_b,
+        STAGES=cfg.stages_b, SPLIT=split, PRECISION=precision, num_warps=cfg.warps_b,
+    )  # fmt: skip
+    column_sum(partial, dw.view(-1), accumulate_w)
