@@ -18,8 +18,8 @@ def make_inputs(case: AttnresCase, device: str) -> Inputs:
     """Standard normal tensors in the case's dtype (log-sum-exps in fp32), leaves that require grad.
 
     Pseudo-queries are scaled by `logit_scale / sqrt(D)`, so that logits have a standard deviation of `logit_scale`.
-    Without `lse_grad` there is no cotangent of lse. Up to 2^25 elements in all are drawn on the CPU, so that equal cases
-    get equal values on any device; larger cases are drawn on their device.
+    Without `lse_grad` there is no cotangent of lse. Up to 2^25 elements in all are drawn on the CPU, so that equal
+    cases get equal values on any device; larger cases are drawn on their device.
     """
     dtype = TORCH_DTYPES[case.dtype]
     tensors, cotangents = _shapes(case)

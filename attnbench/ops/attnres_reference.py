@@ -64,7 +64,7 @@ def _step(on: torch.Tensor, elements_a_row: int) -> int:
 def phase1(
     tensors: Tensors, cotangents: Tensors, eps: float, compute: torch.dtype, store: torch.dtype, rounded: Rounding
 ) -> Tensors:
-    """out, lse, dvalues, dqueries of values `[N, R, D]` and queries `[S, D]`, computed in `compute`, kept in `store`."""
+    """out, lse, dvalues, dqueries of values `[N, R, D]`, queries `[S, D]`, computed in `compute`, kept in `store`."""
     values, queries = tensors["values"], tensors["queries"]
     d_out, d_lse = cotangents.get("out"), cotangents.get("lse")
     blocks, rows, hidden = values.shape

@@ -49,7 +49,7 @@ def _phase2(case: AttnresCase, which: str) -> Work:
 
 
 def memory(case: AttnresCase) -> dict[str, int]:
-    """Predicted peak bytes: "kernel" (a fused forward and backward), "eager" (all in fp32), "check" (fp64 beside it)."""
+    """Predicted peak bytes: "kernel" (forward and backward), "eager" (all in fp32), "check" (fp64 beside it)."""
     item, rows, hidden = ITEMSIZE[case.dtype], case.rows, case.hidden
     vector = rows * hidden
     if case.phase == 1:
