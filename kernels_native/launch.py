@@ -23,7 +23,7 @@ _OnePointer = ctypes.c_char_p * 1
 
 @functools.cache
 def _driver_launch() -> Any:
-    """The driver's cuLaunchKernel itself: the bindings wrap each handle in an object, which costs more than a launch."""
+    """The driver's cuLaunchKernel itself: the bindings wrap each handle in an object, which costs more."""
     launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
     launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
     launch.restype = ctypes.c_int
