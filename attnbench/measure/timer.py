@@ -63,6 +63,8 @@ class DeviceClock:
         l2 = int(torch.cuda.get_device_properties(device).L2_cache_size) or 64 << 20
         # Twice the size: L2 is hashed and set-associative, so writing exactly its size leaves residue.
         self._flush = torch.empty(2 * l2, dtype=torch.int8, device=device)
+        with torch.cuda.stream(self.stream):
+            self.flush()  # CUDA loads a kernel at its first launch, and then waits for whatever the device is doing
         self._cycles_per_ms = self._calibrate_sleep()
 
     def _calibrate_sleep(self) -> float:
@@ -148,7 +150,10 @@ class DeviceClock:
         hosts, devices = [], []
         with torch.cuda.stream(self.stream):
             for _ in range(3):
+                self.stream.synchronize()
                 start, end = _event(), _event()
+                if hosts:  # queued behind a sleep, or a slow launch would count as device time
+                    torch.cuda._sleep(int(min(2 * max(hosts) + 0.1, _MAX_SLEEP_MS) * self._cycles_per_ms))
                 began = time.perf_counter()
                 start.record()
                 timed.launch()

@@ -140,7 +140,7 @@ def test_a_row_has_all_its_figures(supervisor: Supervisor) -> None:
     )
     for pass_ in passes:
         r = found["triton", pass_]
-        assert r.outcome == "ok", r.reason
+        assert r.outcome == "ok", (pass_, r.reason, r.check)
         assert r.timer == "graph", r.telemetry
         assert r.median_ms and r.ci_ms and r.ci_ms[0] <= r.median_ms <= r.ci_ms[1]  # noqa: PT018
         assert len(r.samples_ms) >= POLICY.samples
