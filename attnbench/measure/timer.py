@@ -147,7 +147,8 @@ class DeviceClock:
         return timed
 
     def _estimate(self, timed: Timed) -> None:
-        hosts, devices = [], []
+        hosts: list[float] = []
+        devices: list[float] = []
         with torch.cuda.stream(self.stream):
             for _ in range(3):
                 self.stream.synchronize()
