@@ -61,7 +61,7 @@ struct Params {
   int rows;   // queries a sequence; packed: all tokens
   int keys;
   int row_tiles;
-  int section_heads;
+  int section_heads;  // heads whose keys stay in L2 together; packed: keys of one head that do
   int head_dim_v;
   int pair_heads;        // clusters: blocks take two heads of a group instead of two tiles of rows
   int tile_rows;         // queries a tile: BLOCK_M; split: BLOCK_M / group
@@ -116,11 +116,6 @@ __device__ __forceinline__ Tile find_tile(const Params& p, int index) {
     const int sequence = warp_search(p.tile_offsets, p.batch + 1, index / p.heads);
     const int first = p.tile_offsets[sequence];
     const int count = p.tile_offsets[sequence + 1] - first;
-    const int local = index - first * p.heads;
-    tile.head = local / count;
-    const int row_tile = local - tile.head * count;
-    tile.row = (CAUSAL ? count - 1 - row_tile : row_tile) * kBlockM;
-    tile.batch = 0;
     tile.q_offset = p.cu_seqlens_q[sequence];
     if (sequence == p.batch) {  // tokens beyond the last sequence: no keys
       tile.rows = p.rows - tile.q_offset;
@@ -130,6 +125,10 @@ __device__ __forceinline__ Tile find_tile(const Params& p, int index) {
       tile.k_offset = p.cu_seqlens_k[sequence];
       tile.keys = p.cu_seqlens_k[sequence + 1] - tile.k_offset;
     }
+    int row_tile;
+    const int section = min(p.heads, max(1, p.section_heads / max(tile.keys, 1)) * p.group);
+    dense_tile<CAUSAL>(index - first * p.heads, count, p.heads, p.heads, section, row_tile, tile.head, tile.batch);
+    tile.row = row_tile * kBlockM;
   } else {
     // In a cluster this is the first block's tile.
     const int per_head = CLUSTER > 1 && p.pair_heads ? CLUSTER : 1;

@@ -118,7 +118,9 @@ def _plan(
         most_tiles = -(-row_tiles // chosen.cluster) * chosen.cluster * heads * batch
     else:
         most_tiles = row_tiles * (kv_heads * splits if splits else heads) * batch
-    section = min(max(1, L2_BYTES // max(1, 2 * keys * (head_dim + head_dim_v))) * group, heads * max(batch, 1))
+    section = L2_BYTES // (2 * (head_dim + head_dim_v))  # keys of one head
+    if not varlen:
+        section = min(max(1, section // max(1, keys)) * group, heads * max(batch, 1))
     if pair_heads:
         section = max(1, section // chosen.cluster)
     scale_log2 = softmax_scale * LOG2_E
