@@ -19,7 +19,7 @@ class TileConfig:
     """How one kernel is cut: query rows and key rows a tile, warps, and stages of its load pipeline.
 
     `gluon` picks the warp-specialised Hopper kernels, of `num_warps` 4 (a warpgroup's): they own 128 rows of what they
-    write, queries in `forward` and `dq`, keys in `dkv`. A `dkv` of 64 keys and 8 warps shares them between warpgroups.
+    write, queries in `forward` and `dq`, keys in `dkv`.
     """
 
     block_m: int
@@ -75,20 +75,20 @@ def config_key(kernel: str, args: AttentionArgs) -> ConfigKey:
 
 
 _FULL_PRECISION = {
-    "forward": (TileConfig(64, 32, 8, 2), TileConfig(64, 64, 8, 2), TileConfig(32, 32, 4, 2)),
-    "dq": (TileConfig(32, 32, 8, 1), TileConfig(64, 32, 8, 1), TileConfig(32, 32, 4, 2)),
-    "dkv": (TileConfig(32, 32, 8, 1), TileConfig(32, 64, 8, 1), TileConfig(32, 32, 4, 2)),
+    "forward": (TileConfig(64, 32, 8, 2),),
+    "dq": (TileConfig(32, 32, 8, 1),),
+    "dkv": (TileConfig(32, 32, 8, 1),),
 }
 _HALF_PRECISION = {
-    ("forward", 64): (TileConfig(64, 128, 4, 3), TileConfig(128, 128, 4, 2, gluon=True), TileConfig(128, 64, 4, 3)),
-    ("forward", 128): (TileConfig(128, 128, 4, 2, gluon=True), TileConfig(64, 64, 4, 3), TileConfig(128, 64, 4, 2)),
+    ("forward", 64): (TileConfig(64, 128, 4, 3), TileConfig(128, 128, 4, 2, gluon=True)),
+    ("forward", 128): (TileConfig(128, 128, 4, 2, gluon=True), TileConfig(64, 64, 4, 3)),
     ("forward", 256): (TileConfig(128, 64, 4, 2, gluon=True), TileConfig(128, 64, 8, 2)),
-    ("dq", 64): (TileConfig(128, 64, 4, 3), TileConfig(128, 128, 4, 3, gluon=True)),
-    ("dq", 128): (TileConfig(128, 64, 4, 3, gluon=True), TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 2)),
+    ("dq", 64): (TileConfig(128, 64, 4, 3), TileConfig(64, 64, 4, 3)),
+    ("dq", 128): (TileConfig(128, 64, 4, 3, gluon=True), TileConfig(128, 64, 8, 3)),
     ("dq", 256): (TileConfig(128, 32, 4, 2, gluon=True), TileConfig(128, 32, 8, 2)),
-    ("dkv", 64): (TileConfig(128, 64, 4, 2), TileConfig(64, 64, 4, 3), TileConfig(128, 128, 4, 2, gluon=True)),
+    ("dkv", 64): (TileConfig(128, 64, 4, 2), TileConfig(64, 64, 4, 3)),
     ("dkv", 128): (TileConfig(64, 128, 4, 2, gluon=True), TileConfig(64, 64, 4, 2)),
-    ("dkv", 256): (TileConfig(64, 64, 8, 2), TileConfig(64, 64, 8, 2, gluon=True)),
+    ("dkv", 256): (TileConfig(64, 64, 8, 2),),
 }
 _chosen: dict[ConfigKey, TileConfig] = {}
 

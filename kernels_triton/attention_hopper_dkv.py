@@ -1,18 +1,15 @@
 # mypy: disallow-untyped-defs=False
 """dK and dV for Hopper in Gluon: one warpgroup loads by TMA, two own a key tile and walk the query tiles.
 
-Scores are held transposed, [keys, queries]. A warpgroup owns 64 keys, and its P and dS are register operands as they
-are; where the accumulators are too wide for that, the two share 64 keys and pass P and dS through shared memory.
-Every sum has a fixed order.
+Each owns 64 of the keys, shares only the streamed tiles with the other, and sums in a fixed order. Scores are held
+transposed, [keys, queries], so that P and dS are register operands as they are.
 """
 
 from __future__ import annotations
 
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -29,22 +26,13 @@ from kernels_triton.attention_hopper_tiles import (
 from kernels_triton.attention_tiles import SIZES
 
 
-@constexpr_function
-def score_layout(columns, wide):
-    """Layout of a `[64, columns]` product: a warpgroup's own, or (wide) its columns halved between two."""
-    if wide:
-        return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, columns // 2, 16])
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
 @gluon.jit
-def _dkv_step(t, dk, dv, k, v, q_smem, do_smem, p_smem, q_full, q_empty, do_full, do_empty, shift_base, delta_base,
+def _dkv_step(t, dk, dv, k, v, q_smem, do_smem, q_full, q_empty, do_full, do_empty, shift_base, delta_base,
               columns, m, q_len, offset, scale_log2, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-              STAGES: gl.constexpr, CAUSAL: gl.constexpr, WIDE: gl.constexpr,
-              MASKED: gl.constexpr):  # fmt: skip
-    s_layout: gl.constexpr = score_layout(BLOCK_M, WIDE)
-    dk_layout: gl.constexpr = score_layout(D, WIDE)
-    dv_layout: gl.constexpr = score_layout(DV, WIDE)
+              STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     stage = t % STAGES
     q = q_smem.index(stage).reshape([BLOCK_M, D])
     do = do_smem.index(stage).reshape([BLOCK_M, DV])
@@ -67,41 +55,27 @@ def _dkv_step(t, dk, dv, k, v, q_smem, do_smem, p_smem, q_full, q_empty, do_full
     if MASKED:  # noqa: SIM102
         if CAUSAL:
             p = gl.where(gl.expand_dims(columns - offset - m, 1) <= gl.expand_dims(rows - m, 0), p, 0.0)
-    if WIDE:
-        # Each warpgroup has half of the queries' P and needs all of it.
-        p_smem.index(0).store(p.to(q_smem.dtype))
-        fence_async_shared()
-        dv = warpgroup_mma(p_smem.index(0), do, dv, is_async=True)
-    else:
-        p_operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dv_layout, 2))
-        dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+    p_operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dv_layout, 2))
+    dv = warpgroup_mma(p_operand, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds = (p * dp).to(q_smem.dtype)
-    if WIDE:
-        p_smem.index(1).store(ds)
-        fence_async_shared()
-        dk = warpgroup_mma(p_smem.index(1), q, dk, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=[dv])
-        mbarrier.arrive(do_empty.index(stage))
-        dk = warpgroup_mma_wait(0, deps=[dk])
-    else:
-        dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2)), q, dk, is_async=True)
-        dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-        mbarrier.arrive(do_empty.index(stage))
+    dk = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2)), q, dk, is_async=True)
+    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    mbarrier.arrive(do_empty.index(stage))
     mbarrier.arrive(q_empty.index(stage))
     return dk, dv
 
 
 @gluon.jit
-def _dkv_consume(member, k_smem, v_smem, q_smem, do_smem, p_smem, kv_full, q_full, q_empty, do_full, do_empty,
+def _dkv_consume(member, k_smem, v_smem, q_smem, do_smem, kv_full, q_full, q_empty, do_full, do_empty,
                  shift_ptr, delta_ptr, row_base, row_step, dk_base, dv_base, kv_heads, first_key, q_len, k_len, begin,
                  whole, tail_row, tail, masked, blocks, scale_log2, scale, GROUP_SIZE: gl.constexpr,
                  BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, HEAD_DIM: gl.constexpr,
-                 HEAD_DIM_V: gl.constexpr,
-                 STAGES: gl.constexpr, CAUSAL: gl.constexpr, VARLEN: gl.constexpr, WIDE: gl.constexpr):  # fmt: skip
-    s_layout: gl.constexpr = score_layout(BLOCK_M, WIDE)
-    dk_layout: gl.constexpr = score_layout(D, WIDE)
-    dv_layout: gl.constexpr = score_layout(DV, WIDE)
+                 HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+                 VARLEN: gl.constexpr):  # fmt: skip
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     own = first_key + member * 64
     columns = own + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
     offset = k_len - q_len
@@ -123,16 +97,15 @@ def _dkv_consume(member, k_smem, v_smem, q_smem, do_smem, p_smem, kv_full, q_ful
                     mbarrier.wait(do_full.index(stage), (t // STAGES) & 1)
                     zero_rows_from(do_smem.index(stage).reshape([BLOCK_M, DV]), q_len - m, BLOCK_M, DV)
             dk, dv = _dkv_step(
-                t, dk, dv, k, v, q_smem, do_smem, p_smem, q_full, q_empty, do_full, do_empty, shift_ptr + base,
-                delta_ptr + base, columns, m, q_len, offset, scale_log2, BLOCK_M, D, DV, STAGES, CAUSAL,
-                WIDE, True,
+                t, dk, dv, k, v, q_smem, do_smem, q_full, q_empty, do_full, do_empty, shift_ptr + base,
+                delta_ptr + base, columns, m, q_len, offset, scale_log2, BLOCK_M, D, DV, STAGES, CAUSAL, True,
             )  # fmt: skip
             t += 1
         for i in range(masked, blocks):
             dk, dv = _dkv_step(
-                t, dk, dv, k, v, q_smem, do_smem, p_smem, q_full, q_empty, do_full, do_empty, shift_ptr + base,
+                t, dk, dv, k, v, q_smem, do_smem, q_full, q_empty, do_full, do_empty, shift_ptr + base,
                 delta_ptr + base, columns, whole + (i - masked) * BLOCK_M, q_len, offset, scale_log2, BLOCK_M, D, DV,
-                STAGES, CAUSAL, WIDE, False,
+                STAGES, CAUSAL, False,
             )  # fmt: skip
             t += 1
     store_rows(dk_base, dk * scale, own, k_len, kv_heads * HEAD_DIM, D, HEAD_DIM)
@@ -142,10 +115,9 @@ def _dkv_consume(member, k_smem, v_smem, q_smem, do_smem, p_smem, kv_full, q_ful
 @gluon.jit
 def _dkv_produce(q_desc, do_desc, k_desc, v_desc, k_smem, v_smem, q_smem, do_smem, kv_full, q_full, q_empty, do_full,
                  do_empty, desc_batch, kv_head, k_row, q_start, begin, whole, tail_row, tail, masked, blocks,
-                 GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-                 WARPGROUPS: gl.constexpr):  # fmt: skip
-    mbarrier.expect(kv_full, WARPGROUPS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-    for j in gl.static_range(WARPGROUPS):
+                 GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    mbarrier.expect(kv_full, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for j in gl.static_range(2):
         tma.async_copy_global_to_shared(k_desc, [desc_batch, kv_head, k_row + 64 * j, 0], kv_full, k_smem.index(j))
         tma.async_copy_global_to_shared(v_desc, [desc_batch, kv_head, k_row + 64 * j, 0], kv_full, v_smem.index(j))
     t = 0
@@ -173,15 +145,9 @@ def attention_dkv_hopper(
     q_desc, k_desc, v_desc, do_desc, shift_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
     batch, kv_heads, seqlen_q, seqlen_k, tokens_q, tokens_k, tiles, group, scale_log2, scale,
     GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr, WIDE: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, CAUSAL: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One tile of keys of one key head: as `attention_dkv_kernel`, 16-bit inputs only.
-
-    128 keys, 64 to each consuming warpgroup; WIDE (num_warps 8, for accumulators that one warpgroup's registers cannot
-    hold): 64 keys, and each warpgroup has half of the columns of dk and dv.
-    """
-    WARPGROUPS: gl.constexpr = 1 if WIDE else 2
-    KEYS: gl.constexpr = 64 * WARPGROUPS
+    """One tile of 128 keys of one key head: as `attention_dkv_kernel`, 16-bit inputs only."""
     sequences = batch
     if VARLEN:
         sequences = batch + 1
@@ -190,7 +156,7 @@ def attention_dkv_hopper(
     kv_head = pair % kv_heads
     k_start, k_len, k_rows = sequence(cu_k_ptr, b, batch, seqlen_k, tokens_k, VARLEN)
     q_start, q_len, _ = sequence(cu_q_ptr, b, batch, seqlen_q, 0, VARLEN)
-    if tile * KEYS >= k_rows:
+    if tile * 128 >= k_rows:
         return
     heads = kv_heads * GROUP_SIZE
     desc_batch = b
@@ -200,8 +166,8 @@ def attention_dkv_hopper(
         row_base = kv_head.to(gl.int64) * GROUP_SIZE * tokens_q + q_start
         row_step = tokens_q.to(gl.int64)
         if b == batch:
-            start = tile * KEYS
-            step = tiles * KEYS
+            start = tile * 128
+            step = tiles * 128
             fill_rows_with_zero(dk_ptr + first * HEAD_DIM, start, k_rows, step, kv_heads * HEAD_DIM, D, HEAD_DIM)
             fill_rows_with_zero(dv_ptr + first * HEAD_DIM_V, start, k_rows, step, kv_heads * HEAD_DIM_V, DV, HEAD_DIM_V)
             return
@@ -216,17 +182,17 @@ def attention_dkv_hopper(
     full = q_len // BLOCK_M * BLOCK_M
     if CAUSAL:
         offset = k_len - q_len
-        begin = gl.maximum(0, tile * KEYS - offset) // BLOCK_M * BLOCK_M
+        begin = gl.maximum(0, tile * 128 - offset) // BLOCK_M * BLOCK_M
         begin = gl.minimum(begin, gl.cdiv(q_len, BLOCK_M) * BLOCK_M)
-        whole = gl.cdiv(gl.maximum(0, (tile + 1) * KEYS - 1 - offset), BLOCK_M) * BLOCK_M
+        whole = gl.cdiv(gl.maximum(0, (tile + 1) * 128 - 1 - offset), BLOCK_M) * BLOCK_M
         whole = gl.maximum(gl.minimum(whole, full), gl.minimum(begin, full))
     tail = gl.where((full < q_len) & (begin < q_len), 1, 0)
     diagonal = gl.maximum(0, whole - begin) // BLOCK_M
     masked = tail + diagonal
     blocks = masked + gl.maximum(0, full - whole) // BLOCK_M
 
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [WARPGROUPS, 1, 1, 64, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [WARPGROUPS, 1, 1, 64, DV], v_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [2, 1, 1, 64, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [2, 1, 1, 64, DV], v_desc.layout)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     do_smem = gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, BLOCK_M, DV], do_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -237,44 +203,25 @@ def attention_dkv_hopper(
     mbarrier.init(kv_full, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=WARPGROUPS)
+        mbarrier.init(q_empty.index(i), count=2)
         mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(do_empty.index(i), count=WARPGROUPS)
+        mbarrier.init(do_empty.index(i), count=2)
     dk_base = dk_ptr + first * HEAD_DIM
     dv_base = dv_ptr + first * HEAD_DIM_V
-    if WIDE:
-        p_smem = gl.allocate_shared_memory(
-            q_desc.dtype, [2, 64, BLOCK_M], gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], q_desc.dtype)
-        )
-        gl.warp_specialize(
-            [
-                (_dkv_consume, (0, k_smem, v_smem, q_smem, do_smem, p_smem, kv_full, q_full, q_empty, do_full,
-                                do_empty, shift_ptr, delta_ptr, row_base, row_step, dk_base, dv_base, kv_heads,
-                                tile * KEYS, q_len, k_len, begin, whole, full, tail, masked, blocks, scale_log2, scale,
-                                GROUP_SIZE, BLOCK_M, D, DV, HEAD_DIM, HEAD_DIM_V, STAGES, CAUSAL, VARLEN, WIDE)),
-                (_dkv_produce, (q_desc, do_desc, k_desc, v_desc, k_smem, v_smem, q_smem, do_smem, kv_full, q_full,
-                                q_empty, do_full, do_empty, desc_batch, kv_head, k_start + tile * KEYS, q_start, begin,
-                                whole, full, tail, masked, blocks, GROUP_SIZE, BLOCK_M, STAGES, WARPGROUPS)),
-            ],
-            [4],
-            [24],
-        )  # fmt: skip
-    else:
-        p_smem = k_smem
-        gl.warp_specialize(
-            [
-                (_dkv_consume, (0, k_smem, v_smem, q_smem, do_smem, p_smem, kv_full, q_full, q_empty, do_full,
-                                do_empty, shift_ptr, delta_ptr, row_base, row_step, dk_base, dv_base, kv_heads,
-                                tile * KEYS, q_len, k_len, begin, whole, full, tail, masked, blocks, scale_log2, scale,
-                                GROUP_SIZE, BLOCK_M, D, DV, HEAD_DIM, HEAD_DIM_V, STAGES, CAUSAL, VARLEN, WIDE)),
-                (_dkv_consume, (1, k_smem, v_smem, q_smem, do_smem, p_smem, kv_full, q_full, q_empty, do_full,
-                                do_empty, shift_ptr, delta_ptr, row_base, row_step, dk_base, dv_base, kv_heads,
-                                tile * KEYS, q_len, k_len, begin, whole, full, tail, masked, blocks, scale_log2, scale,
-                                GROUP_SIZE, BLOCK_M, D, DV, HEAD_DIM, HEAD_DIM_V, STAGES, CAUSAL, VARLEN, WIDE)),
-                (_dkv_produce, (q_desc, do_desc, k_desc, v_desc, k_smem, v_smem, q_smem, do_smem, kv_full, q_full,
-                                q_empty, do_full, do_empty, desc_batch, kv_head, k_start + tile * KEYS, q_start, begin,
-                                whole, full, tail, masked, blocks, GROUP_SIZE, BLOCK_M, STAGES, WARPGROUPS)),
-            ],
-            [4, 4],
-            [240, 24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_dkv_consume, (0, k_smem, v_smem, q_smem, do_smem, kv_full, q_full, q_empty, do_full,
+                            do_empty, shift_ptr, delta_ptr, row_base, row_step, dk_base, dv_base, kv_heads,
+                            tile * 128, q_len, k_len, begin, whole, full, tail, masked, blocks, scale_log2, scale,
+                            GROUP_SIZE, BLOCK_M, D, DV, HEAD_DIM, HEAD_DIM_V, STAGES, CAUSAL, VARLEN)),
+            (_dkv_consume, (1, k_smem, v_smem, q_smem, do_smem, kv_full, q_full, q_empty, do_full,
+                            do_empty, shift_ptr, delta_ptr, row_base, row_step, dk_base, dv_base, kv_heads,
+                            tile * 128, q_len, k_len, begin, whole, full, tail, masked, blocks, scale_log2, scale,
+                            GROUP_SIZE, BLOCK_M, D, DV, HEAD_DIM, HEAD_DIM_V, STAGES, CAUSAL, VARLEN)),
+            (_dkv_produce, (q_desc, do_desc, k_desc, v_desc, k_smem, v_smem, q_smem, do_smem, kv_full, q_full,
+                            q_empty, do_full, do_empty, desc_batch, kv_head, k_start + tile * 128, q_start, begin,
+                            whole, full, tail, masked, blocks, GROUP_SIZE, BLOCK_M, STAGES)),
+        ],
+        [4, 4],
+        [240, 24],
+    )  # fmt: skip

@@ -157,17 +157,19 @@ def _dq_consume(member, q_smem, do_smem, k_smem, v_smem, q_full, k_full, k_empty
                 last = k_smem.index((blocks - 1) % STAGES).reshape([BLOCK_N, D])
                 dq = warpgroup_mma(ds, last, dq, is_async=True)
                 dq = warpgroup_mma_wait(0, deps=[dq])
-            elif not ALL_LIVE:
-                for t in range(0, masked):
+            else:
+                if not ALL_LIVE:
+                    for t in range(0, masked):
+                        dq = _dq_step(
+                            t, dq, q, do, shift, delta, k_smem, v_smem, k_full, k_empty, v_full, v_empty, rows,
+                            (blocks - 1 - t) * BLOCK_N, k_len, offset, scale_log2, BLOCK_N, D, DV, STAGES, CAUSAL,
+                            True,
+                        )  # fmt: skip
+                for t in range(masked, blocks):
                     dq = _dq_step(
                         t, dq, q, do, shift, delta, k_smem, v_smem, k_full, k_empty, v_full, v_empty, rows,
-                        (blocks - 1 - t) * BLOCK_N, k_len, offset, scale_log2, BLOCK_N, D, DV, STAGES, CAUSAL, True,
+                        (blocks - 1 - t) * BLOCK_N, k_len, offset, scale_log2, BLOCK_N, D, DV, STAGES, CAUSAL, False,
                     )  # fmt: skip
-            for t in range(blocks if AHEAD else masked, blocks):
-                dq = _dq_step(
-                    t, dq, q, do, shift, delta, k_smem, v_smem, k_full, k_empty, v_full, v_empty, rows,
-                    (blocks - 1 - t) * BLOCK_N, k_len, offset, scale_log2, BLOCK_N, D, DV, STAGES, CAUSAL, False,
-                )  # fmt: skip
         store_rows(dq_base, dq * scale, own, q_len, heads * HEAD_DIM, D, HEAD_DIM)
 
 

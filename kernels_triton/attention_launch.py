@@ -210,9 +210,7 @@ def _launch_dkv(
         "HEAD_DIM": args.head_dim,
         "HEAD_DIM_V": args.value_head_dim,
     }
-    if config.gluon:
-        constants |= {"WIDE": config.num_warps == 8}
-    else:
+    if not config.gluon:
         constants |= {"BLOCK_N": config.block_n, "PRECISION": _precision(args)}
     kernel = gluon_kernels().dkv if config.gluon else attention_dkv_kernel
     arguments = (
