@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernels_native import sm90_forward, sm90_mma
+from kernels_native import sm90_backward, sm90_forward, sm90_mma
 from kernels_triton.arguments import AttentionArgs, attention_arguments
 
 KERNELS = ("sm90", "sm90_mma")
@@ -49,8 +49,9 @@ def attention_unsupported(
             return f"{kernel} takes a {what} that is a multiple of 8 up to {most}, not {dim}"
     if kv_heads <= 0 or heads % kv_heads:
         return f"{kernel} takes kv_heads that divide heads, not {kv_heads} and {heads}"
-    if kernel == "sm90" and requires_grad:
-        return "sm90 has no backward: a call that wants gradients needs sm90_mma or triton"
+    most = sm90_backward.HEAD_DIMS[-1]
+    if kernel == "sm90" and requires_grad and max(head_dim, value_head_dim) > most:
+        return f"the backward of sm90 takes head dims up to {most}, not {max(head_dim, value_head_dim)}"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
         return f"{kernel} needs compute capability 9.0 (H100, H200), this GPU is of another"
     return None
@@ -89,13 +90,13 @@ def _backward(
     cu_seqlens_k: torch.Tensor | None,
     causal: bool,
     softmax_scale: float,
+    kernel: str,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.cuda.device(q.device):
         dout = torch.zeros_like(out) if dout is None else dout
-        return sm90_mma.backward(
-            dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, deterministic
-        )
+        backward = sm90_backward.backward if kernel == "sm90" else sm90_mma.backward
+        return backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, deterministic)
 
 
 @torch.library.custom_op("attnbench_native::attention_forward", mutates_args=(), device_types="cuda")
@@ -144,9 +145,11 @@ def _backward_op(
     cu_seqlens_k: torch.Tensor | None,
     causal: bool,
     softmax_scale: float,
+    kernel: str,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, deterministic)
+    cu = cu_seqlens_q, cu_seqlens_k
+    return _backward(dout, dlse, q, k, v, out, lse, *cu, causal, softmax_scale, kernel, deterministic)
 
 
 @_backward_op.register_fake
@@ -162,6 +165,7 @@ def _(
     cu_seqlens_k: torch.Tensor | None,
     causal: bool,
     softmax_scale: float,
+    kernel: str,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -171,16 +175,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, kernel, deterministic = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k, *output)
-    ctx.rest = causal, softmax_scale, deterministic
-    ctx.kernel = kernel
+    ctx.rest = causal, softmax_scale, kernel, deterministic
 
 
 def _autograd(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
-    if ctx.kernel != "sm90_mma":
-        raise RuntimeError(
-            f"{ctx.kernel} has no backward: call attention with kernel='sm90_mma' where gradients matter"
-        )
     if dout is None and dlse is None:
         return (None,) * 9
     gradients = _backward_op(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.rest)
@@ -227,11 +226,11 @@ def attention(
     validate: bool = False,
     kernel: str = "sm90",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention of queries over keys and values; through `sm90_mma` differentiable in out and lse.
+    """Softmax attention of queries over keys and values, differentiable in out and lse.
 
     Dense: q `[B, Sq, H, D]`, k `[B, Sk, Hkv, D]`, v `[B, Sk, Hkv, Dv]`. Packed (with cu_seqlens, int32 `[N + 1]`):
     q `[Tq, H, D]`, k `[Tk, Hkv, D]`, v `[Tk, Hkv, Dv]`. fp16 or bf16; any strides (what TMA cannot read is copied).
-    `kernel` is "sm90" (wgmma, forward) or "sm90_mma" (mma.sync, forward and backward). `deterministic` makes the
+    `kernel` is "sm90" (wgmma; gradients for head dims up to 128) or "sm90_mma" (mma.sync). `deterministic` makes the
     gradients bitwise reproducible; out and lse always are.
 
     Returns:
@@ -298,7 +297,7 @@ def attention_backward(
     lse: torch.Tensor,
     *,
     deterministic: bool = False,
-    kernel: str = "sm90_mma",
+    kernel: str = "sm90",
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) without autograd, from the forward's out and lse.
@@ -312,4 +311,4 @@ def attention_backward(
         if gradient is not None and gradient.shape != like.shape:
             raise ValueError(f"{name} has shape {list(gradient.shape)}: want {list(like.shape)}")
     cu = args.cu_seqlens_q, args.cu_seqlens_k
-    return _backward(dout, dlse, q, k, v, out, lse, *cu, args.causal, args.softmax_scale, deterministic)
+    return _backward(dout, dlse, q, k, v, out, lse, *cu, args.causal, args.softmax_scale, kernel, deterministic)

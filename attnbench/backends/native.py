@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Native:
-    """One of `kernels_native`'s attention kernels, by its name there; forward only where that has no backward."""
+    """One of `kernels_native`'s attention kernels, by its name there; forward only where it has no gradients."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -31,6 +31,7 @@ def test_takes_the_plain_call(kernel: str) -> None:
         ("sm90_mma", {"head_dim": 192}, "head_dim that is a multiple of 8 up to 128, not 192"),
         ("sm90_mma", {"value_head_dim": 136}, "value_head_dim that is a multiple of 8 up to 128, not 136"),
         ("sm90", {"head_dim": 264}, "up to 256, not 264"),
+        ("sm90", {"head_dim": 192, "requires_grad": True}, "backward of sm90 takes head dims up to 128, not 192"),
         ("sm90_mma", {"head_dim": 60}, "not 60"),
         ("sm90_mma", {"kv_heads": 3}, "kv_heads that divide heads"),
     ],
@@ -74,7 +75,7 @@ def test_fake_tensors_have_the_shapes(packed: bool) -> None:
         assert out.is_contiguous()
         assert lse.shape == ((4, 16) if packed else (2, 4, 8))
         assert lse.dtype == torch.float32
-        grads = attention_op._backward_op(out, lse, q, k, v, out, lse, cu, cu, True, 0.1, False)
+        grads = attention_op._backward_op(out, lse, q, k, v, out, lse, cu, cu, True, 0.1, "sm90_mma", False)
         assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
 
 
