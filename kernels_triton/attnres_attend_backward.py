@@ -155,8 +155,9 @@ def _second_step(
     w = (_query_slice(w_ptr, w_stride, d, target % BLOCK_S, hidden, queries),)
     dw = (tl.zeros([ROWS * BLOCK_S, CHUNK], tl.float32),)
     for group in tl.static_range(1, GROUPS):
-        w = w + (_query_slice(w_ptr, w_stride, d, group * BLOCK_S + target % BLOCK_S, hidden, queries),)
-        dw = dw + (tl.zeros([ROWS * BLOCK_S, CHUNK], tl.float32),)
+        more = _query_slice(w_ptr, w_stride, d, group * BLOCK_S + target % BLOCK_S, hidden, queries)
+        w = w + (more,)  # type: ignore[assignment]
+        dw = dw + (tl.zeros([ROWS * BLOCK_S, CHUNK], tl.float32),)  # type: ignore[assignment]
     for first in tl.range(start, end, ROWS, num_stages=STAGES):
         v_row = first + source_row.to(tl.int64)
         o_row = first + target_row.to(tl.int64)
@@ -182,8 +183,8 @@ def _second_step(
             coef_t = tl.load(coef_ptr + at_t, mask=here_t, other=0.0)
             dv = split_dot(p_t, do, dv, SPLIT, PRECISION)
             dv = split_dot(coef_t, w[group], dv, SPLIT, PRECISION)
-            added = added + (split_dot(coef, v, dw[group], SPLIT, PRECISION),)
-        dw = added
+            added = added + (split_dot(coef, v, dw[group], SPLIT, PRECISION),)  # type: ignore[assignment]
+        dw = added  # type: ignore[assignment]
         dv_at = dv_ptr + (n.to(tl.int64) * rows + v_row) * hidden
         if ACCUMULATE:
             dv += tl.load(dv_at[:, None] + d[None, :], mask=v_mask, other=0.0).to(tl.float32)
