@@ -6,3 +6,4 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.pop("COLUMNS", None)  # xdist sets it; tables would fit into it as into a terminal

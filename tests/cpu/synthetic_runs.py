@@ -53,7 +53,7 @@ def timed(case: Case, backend: str, which: str, ms: float, *, rng: np.random.Gen
 
 
 def attention_records(*, seed: int = 0, scale: float = 1.0, seqlens: tuple[int, ...] = SEQLENS) -> list[Record]:
-    """A sweep over sequence length, both masks, both passes, five backends; `scale` multiplies the times of `triton`."""
+    """A sweep over lengths, both masks, both passes, five backends; `scale` multiplies the times of `triton`."""
     rng = np.random.default_rng(seed)
     records = []
     for causal in (False, True):

@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 
 DRY = {  # what stands in for a command that needs a GPU, a history or minutes
     "attnbench run scenarios/h100.yaml": "attnbench run scenarios/h100.yaml --dry-run",
-    "attnbench check --dtype bf16": "attnbench check --scenario scenarios/phase2_backward.yaml --dtype fp16 --device cpu",
+    "attnbench check --dtype bf16": "attnbench check --scenario scenarios/smoke.yaml --dtype fp16 --device cpu",
     "attnbench compare main HEAD": None,  # needs runs of two commits: tests/cpu/test_compare.py
     "attnbench run FILE": None,
     "attnbench validate FILE": "attnbench validate scenarios/smoke.yaml",
