@@ -33,7 +33,7 @@ class Config:
     q_registers: bool = False
     rescale_early: bool = False
     exp_first: bool = True
-    quick: bool = True
+    quick: bool = False
 
     @property
     def block_m(self) -> int:
@@ -102,8 +102,11 @@ class Config:
 
 
 @functools.cache
-def choose(head_dim: int, head_dim_v: int, causal: bool, varlen: bool, dtype: str) -> Config:
+def choose(head_dim: int, head_dim_v: int, causal: bool, varlen: bool, dtype: str, aligned: bool = False) -> Config:
     """The measured best configuration (docs/performance.md) for head dims up to 256.
+
+    Args:
+        aligned: keys - queries is a multiple of 128, so that under causal every tile ends with its diagonal block.
 
     Raises:
         ValueError: a head dim that no specialisation covers.
@@ -116,6 +119,8 @@ def choose(head_dim: int, head_dim_v: int, causal: bool, varlen: bool, dtype: st
     widest = max(padded, padded_v)
     if widest == 64:
         return replace(base, warpgroups=2 if varlen else 3)
+    if (padded, padded_v) == (128, 128) and not varlen:
+        return replace(base, q_registers=True, diagonal_halves=causal and aligned)
     if widest <= 128:
         return base
     if widest == 192:
@@ -126,21 +131,22 @@ def choose(head_dim: int, head_dim_v: int, causal: bool, varlen: bool, dtype: st
 @functools.cache
 def split_config(config: Config) -> Config:
     """The same for few queries: 128 rows a tile."""
-    return replace(config, split=True, warpgroups=2, diagonal_halves=False)
+    return replace(config, split=True, warpgroups=2, q_registers=False, diagonal_halves=False)
 
 
 def specialisations() -> Iterator[Specialisation]:
     """Everything that a call can need, each once."""
     dims = [(d, d) for d in HEAD_DIMS] + [(192, 128)]
     configs = [
-        choose(d, dv, causal, varlen, dtype)
+        choose(d, dv, causal, varlen, dtype, aligned)
         for dtype in ("bf16", "fp16")
         for d, dv in dims
         for causal in (False, True)
         for varlen in (False, True)
+        for aligned in (False, True)
     ]
-    yield from (config.specialisation() for config in configs)
-    yield from (split_config(config).specialisation() for config in configs if not config.varlen)
+    dense = [split_config(config) for config in configs if not config.varlen]
+    yield from dict.fromkeys(config.specialisation() for config in configs + dense)
     yield from dict.fromkeys(one for config in configs for one in (config.prepare(), config.combine()))
 
 

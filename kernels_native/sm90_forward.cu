@@ -11,12 +11,15 @@
 //   STAGES, Q_STAGES      buffers of K and of V; of Q (O is staged in the Q buffer it came from)
 //   AHEAD                 the next tile's first scores run with this tile's last P V (needs two Q_STAGES)
 //   CAUSAL, VARLEN        0 or 1
-//   CLUSTER               blocks that work on one key head in step and share its loads: 1 or 2
+//   CLUSTER               blocks that work on one key head in step and share its loads: 1 or 2 (2: dense, and not
+//   causal
+//                         unless the group is even; not in use)
 //   DYNAMIC               tiles are handed out in order instead of dealt to and fro
 //   SPLIT                 few queries: the query heads of a group are rows of one tile, the keys are shared out among
 //                         thread blocks, and sm90_forward_combine.cu merges what they write
 //   PINGPONG              warpgroups take turns at the tensor cores
-//   DIAGONAL_HALVES       causal, BLOCK_N and the tile 128, keys - rows a multiple of 128: the first warpgroup sees only
+//   DIAGONAL_HALVES       causal, BLOCK_N and the tile 128, keys - rows a multiple of 128: the first warpgroup sees
+//   only
 //                         the left half of the tile's last key block and computes only that
 //   Q_REGISTERS           Q is held in registers instead of being read from shared memory again and again
 //   RESCALE_EARLY         O is rescaled before P V is issued instead of after it is done
@@ -63,12 +66,12 @@ struct Params {
   int row_tiles;
   int section_heads;  // heads whose keys stay in L2 together; packed: keys of one head that do
   int head_dim_v;
-  int pair_heads;        // clusters: blocks take two heads of a group instead of two tiles of rows
-  int tile_rows;         // queries a tile: BLOCK_M; split: BLOCK_M / group
+  int pair_heads;  // clusters: blocks take two heads of a group instead of two tiles of rows
+  int tile_rows;   // queries a tile: BLOCK_M; split: BLOCK_M / group
   int splits;
   int blocks_per_split;  // key blocks
-  float scale_log2;  // softmax scale * log2(e)
-  float headroom;    // see softmax_step
+  float scale_log2;      // softmax scale * log2(e)
+  float headroom;        // see softmax_step
 };
 
 // Shared memory after the tiles
@@ -153,8 +156,8 @@ __device__ __forceinline__ Tile find_tile(const Params& p, int index) {
 }
 
 // One panel of a block of keys or values. In a cluster each block loads its share of the rows for all.
-__device__ __forceinline__ void load_panel(const TensorMap& map, u32 destination, u32 full, int panel, int row, int head,
-                                           int batch) {
+__device__ __forceinline__ void load_panel(const TensorMap& map, u32 destination, u32 full, int panel, int row,
+                                           int head, int batch) {
 #if CLUSTER > 1
   constexpr int kShare = BLOCK_N / CLUSTER;
   const int rank = cluster_rank();
@@ -497,7 +500,7 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
         registers_fence(s);
         release_k(step + 1);
         if constexpr (decltype(masked)::value) mask(block);
-        rescale = softmax_step<QUICK && !decltype(masked)::value>(s, row, factor, p.scale_log2, p.headroom);
+        rescale = softmax_step < QUICK && !decltype(masked)::value > (s, row, factor, p.scale_log2, p.headroom);
         if (EXP_FIRST) keep_order(row, q_tile);
         wgmma_wait<0>();
         registers_fence(o);
@@ -549,14 +552,13 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
       const bool empty = row.max[r] == -ATTN_INFINITY && sum == 0.f;  // a row of NaN is not empty
       inverse[r] = empty ? 0.f : 1.f / sum;
       // The same rounded base as in the exponents, so that its rounding cancels.
-      const float lse =
-          empty ? -ATTN_INFINITY : (__fmul_rn(row.max[r], p.scale_log2) + log2_mufu(sum)) * kLn2;
+      const float lse = empty ? -ATTN_INFINITY : (__fmul_rn(row.max[r], p.scale_log2) + log2_mufu(sum)) * kLn2;
       const int query = r ? row1 : row0;
 #if SPLIT
       if (query >= tile.rows) continue;
       const int head = tile.head * p.group + (in_tile + 8 * r) % p.group;
-      const long long place =
-          (static_cast<long long>(tile.split) * p.batch + tile.batch) * partials + static_cast<long long>(head) * p.rows + query;
+      const long long place = (static_cast<long long>(tile.split) * p.batch + tile.batch) * partials +
+                              static_cast<long long>(head) * p.rows + query;
       if ((lane & 3) == 0) p.partial_lse[place] = lse;
       if (empty) continue;
       float2* out = reinterpret_cast<float2*>(p.partial_out + place * p.head_dim_v);

@@ -101,7 +101,7 @@ def _plan(
     group = heads // kv_heads
     blocks = _multiprocessors(device)
     tile_rows = splits = each = 0
-    chosen = config or choose(head_dim, head_dim_v, causal, varlen, dtype)
+    chosen = config or choose(head_dim, head_dim_v, causal, varlen, dtype, not varlen and (keys - rows) % 128 == 0)
     if not varlen and (config is None or config.split):
         packed = config or split_config(chosen)
         tile_rows, splits, each = split_plan(rows, keys, heads, kv_heads, batch, blocks, packed.block_m, packed.block_n)

@@ -8,8 +8,7 @@ struct PrepareParams {
 
 // Row tiles before each packed sequence; entry `batch` counts the tokens beyond the last sequence as one more. One
 // block of 1,024 threads, each with a run of neighbouring sequences.
-extern "C" __global__ void __launch_bounds__(1024, 1)
-    sm90_forward_prepare(const __grid_constant__ PrepareParams p) {
+extern "C" __global__ void __launch_bounds__(1024, 1) sm90_forward_prepare(const __grid_constant__ PrepareParams p) {
   __shared__ int warp_totals[32];
   const int run = (p.batch + 1 + 1023) / 1024;
   const int first = threadIdx.x * run;

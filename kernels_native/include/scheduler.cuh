@@ -6,7 +6,7 @@ namespace attn {
 
 // One query tile. Rows and keys are counted from the sequence's first; `batch` is the tensor-map coordinate.
 struct alignas(16) Tile {
-  int row;       // first query row, -1: no more tiles
+  int row;  // first query row, -1: no more tiles
   int head;
   int batch;
   int rows;      // query length of the sequence

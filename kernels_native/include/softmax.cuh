@@ -68,12 +68,13 @@ __device__ __forceinline__ bool may_exceed(const float (&s)[N], const RowState& 
   return max(high[0], high[2]) != limit0 || max(high[1], high[3]) != limit1 || (limit0 | limit1) < 0;
 }
 
-// Turns scores into exp2(score * scale_log2 - max * scale_log2), updates maximum and sum, and gives the factors by which
-// earlier sums (done here) and outputs (the caller's) shrink; returns whether any differs from 1, alike across a warp.
+// Turns scores into exp2(score * scale_log2 - max * scale_log2), updates maximum and sum, and gives the factors by
+// which earlier sums (done here) and outputs (the caller's) shrink; returns whether any differs from 1, alike across a
+// warp.
 //
-// An old maximum is kept until the new one exceeds it by `headroom` (8 in log2 units, over scale_log2): the result is the
-// same after normalisation, and nearly every step skips the rescale. Quick: look for that case first, for scores that
-// are not masked.
+// An old maximum is kept until the new one exceeds it by `headroom` (8 in log2 units, over scale_log2): the result is
+// the same after normalisation, and nearly every step skips the rescale. Quick: look for that case first, for scores
+// that are not masked.
 template <bool Quick, int N>
 __device__ __forceinline__ bool softmax_step(float (&s)[N], RowState& row, float (&factor)[2], float scale_log2,
                                              float headroom) {

@@ -17,13 +17,14 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap& map) {
 __device__ __forceinline__ void tma_load_4d(u32 destination, const TensorMap& map, u32 barrier, int c0, int c1, int c2,
                                             int c3) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-      ::"r"(destination),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(destination),
       "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
 
-// The same into every block of the cluster whose bit is set in `blocks`, at the same place, telling each its own barrier.
+// The same into every block of the cluster whose bit is set in `blocks`, at the same place, telling each its own
+// barrier.
 __device__ __forceinline__ void tma_load_4d_multicast(u32 destination, const TensorMap& map, u32 barrier,
                                                       unsigned short blocks, int c0, int c1, int c2, int c3) {
   asm volatile(
@@ -52,9 +53,7 @@ __device__ __forceinline__ void tma_store_4d(const TensorMap& map, u32 source, i
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until the source buffers of this thread's stores may be reused.
-__device__ __forceinline__ void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
+__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
@@ -63,10 +62,10 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 
 // Copies contiguous bytes (a multiple of 16, both ends 16-byte aligned) into shared memory.
 __device__ __forceinline__ void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   destination),
-               "l"(source), "r"(bytes), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 
 }  // namespace attn

@@ -97,27 +97,27 @@ __device__ __forceinline__ void registers_shrink() {
 template <int N>
 struct Wgmma;
 
-#define ATTN_WGMMA(N, R, I0, I1, I2, I3, I4, I5, I6)                                                                  \
-  template <>                                                                                                         \
-  struct Wgmma<N> {                                                                                                   \
-    /* d[O..O+N/2) (+)= A B, both in shared memory, K-major. */                                                       \
-    template <int O, int TOTAL>                                                                                       \
-    static __device__ __forceinline__ void ss(float (&d)[TOTAL], u64 a, u64 b, int accumulate) {                      \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N                  \
-                   "k16.f32." ATTN_WGMMA_TYPE "." ATTN_WGMMA_TYPE " {" ATTN_REGS_##R "}, %" #I0 ", %" #I1             \
-                   ", p, 1, 1, 0, 0;}"                                                                                \
-                   : ATTN_ACC_##R                                                                                     \
-                   : "l"(a), "l"(b), "r"(accumulate));                                                                \
-    }                                                                                                                 \
-    /* d[O..O+N/2) (+)= A B, A in registers, B in shared memory, MN-major (TRANSPOSED 1) or K-major (0). */           \
-    template <int O, int TRANSPOSED, int TOTAL>                                                                       \
-    static __device__ __forceinline__ void rs(float (&d)[TOTAL], const u32 (&a)[4], u64 b, int accumulate) {          \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N                  \
-                   "k16.f32." ATTN_WGMMA_TYPE "." ATTN_WGMMA_TYPE " {" ATTN_REGS_##R "}, {%" #I0 ", %" #I1            \
-                   ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1, %" #I6 ";}"                                             \
-                   : ATTN_ACC_##R                                                                                     \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANSPOSED));           \
-    }                                                                                                                 \
+#define ATTN_WGMMA(N, R, I0, I1, I2, I3, I4, I5, I6)                                                         \
+  template <>                                                                                                \
+  struct Wgmma<N> {                                                                                          \
+    /* d[O..O+N/2) (+)= A B, both in shared memory, K-major. */                                              \
+    template <int O, int TOTAL>                                                                              \
+    static __device__ __forceinline__ void ss(float (&d)[TOTAL], u64 a, u64 b, int accumulate) {             \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N         \
+                   "k16.f32." ATTN_WGMMA_TYPE "." ATTN_WGMMA_TYPE " {" ATTN_REGS_##R "}, %" #I0 ", %" #I1    \
+                                                                                     ", p, 1, 1, 0, 0;}"     \
+                   : ATTN_ACC_##R                                                                            \
+                   : "l"(a), "l"(b), "r"(accumulate));                                                       \
+    }                                                                                                        \
+    /* d[O..O+N/2) (+)= A B, A in registers, B in shared memory, MN-major (TRANSPOSED 1) or K-major (0). */  \
+    template <int O, int TRANSPOSED, int TOTAL>                                                              \
+    static __device__ __forceinline__ void rs(float (&d)[TOTAL], const u32 (&a)[4], u64 b, int accumulate) { \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N         \
+                   "k16.f32." ATTN_WGMMA_TYPE "." ATTN_WGMMA_TYPE " {" ATTN_REGS_##R                         \
+                   "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1, %" #I6 ";}"              \
+                   : ATTN_ACC_##R                                                                            \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANSPOSED));  \
+    }                                                                                                        \
   };
 ATTN_WGMMA(16, 8, 8, 9, 10, 11, 12, 13, 14)
 ATTN_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)

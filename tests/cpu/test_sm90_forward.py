@@ -6,13 +6,14 @@ import re
 import shutil
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kernels_native.jit import INCLUDE, SHARED_LIMIT, build
-from kernels_native.sm90_forward import HEAD_DIMS, choose, specialisations, split_plan
+from kernels_native.sm90_forward import HEAD_DIMS, choose, specialisations, split_config, split_plan
 
 
 def sass(cubin: bytes) -> str:
@@ -41,6 +42,23 @@ def test_builds_without_spills_or_serialisation(head_dim: int, causal: bool, var
     assert all(bool(bf16) == (dtype == "bf16") for _, bf16 in products)
     assert "UTMALDG.4D" in text
     assert "UTMASTG.4D" in text
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_other_paths_build_too(dtype: str) -> None:
+    halves = choose(128, 128, True, False, dtype, aligned=True)
+    assert halves.diagonal_halves
+    for config in (
+        halves,
+        split_config(halves),
+        replace(halves, quick=True),
+        choose(192, 128, True, False, dtype),
+        choose(128, 64, True, True, dtype),
+    ):
+        assert build(config.specialisation()).spill_bytes == 0
+    assert {f"64x{n}x16" for n in (64, 128)} == set(
+        re.findall(r"HGMMA\.(64x\d+x16)", sass(build(halves.specialisation()).cubin))
+    )
 
 
 def test_exponentials_run_under_the_second_product() -> None:
