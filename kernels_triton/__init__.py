@@ -15,12 +15,12 @@ _HOME = {
     "attention_backward": "attention_op",
     "attention_forward": "attention_op",
     "attention_unsupported": "attention_op",
-    "attnres_phase1": "attnres",
-    "attnres_phase1_backward": "attnres",
-    "attnres_phase1_forward": "attnres",
-    "attnres_phase2": "attnres",
-    "attnres_phase2_backward": "attnres",
-    "attnres_phase2_forward": "attnres",
+    "attnres_phase1": "attnres_attend_op",
+    "attnres_phase1_backward": "attnres_attend_op",
+    "attnres_phase1_forward": "attnres_attend_op",
+    "attnres_phase2": "attnres_merge_op",
+    "attnres_phase2_backward": "attnres_merge_op",
+    "attnres_phase2_forward": "attnres_merge_op",
     "tune": "attention_op",
 }
 

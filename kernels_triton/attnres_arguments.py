@@ -84,6 +84,16 @@ def check_buffer(name: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
         raise ValueError(f"{name} is not contiguous: want a contiguous buffer to write into")
 
 
+def gradient_buffer(name: str, given: torch.Tensor | None, like: torch.Tensor, accumulate: bool) -> torch.Tensor:
+    """The given buffer, checked, or a new one."""
+    if given is not None:
+        check_buffer(name, given, like)
+        return given
+    if accumulate:
+        raise ValueError(f"accumulate is True and {name} is missing: pass the buffer to add to")
+    return like.new_empty(like.shape)
+
+
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}: want a torch.Tensor")

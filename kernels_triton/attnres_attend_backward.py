@@ -284,6 +284,7 @@ def backward(
         hidden, blocks, queries, share, ACCUMULATE=accumulate_v, GROUPS=triton.cdiv(queries, block_s),
         ROWS=cfg.rows_b,
         BLOCK_N=max(triton.next_power_of_2(blocks), triton.cdiv(16, cfg.rows_b)),
-        BLOCK_S=block_s, CHUNK=cfg.chunk_b, STAGES=cfg.stages_b, SPLIT=split, PRECISION=precision, num_warps=cfg.warps_b,
+        BLOCK_S=block_s, CHUNK=cfg.chunk_b, STAGES=cfg.stages_b, SPLIT=split, PRECISION=precision,
+        num_warps=cfg.warps_b,
     )  # fmt: skip
     column_sum(partial, dw.view(-1), accumulate_w)

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -26,6 +28,16 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with a dense last dimension; a copy only where it has none."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def rows_of(tensor: torch.Tensor, trailing: int = 1) -> torch.Tensor:
