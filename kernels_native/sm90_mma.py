@@ -43,7 +43,7 @@ class ForwardTile:
     lazy: int = 1
 
 
-TILES = {64: ForwardTile(block_n=96), 128: ForwardTile()}
+TILES = {64: ForwardTile(block_n=96), 128: ForwardTile(block_n=48)}
 """The measured best tile by padded head dim."""
 
 

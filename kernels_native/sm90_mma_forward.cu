@@ -24,6 +24,12 @@ struct Params {
 };
 
 #define kInfinity __int_as_float(0x7f800000)
+struct Yes {
+  static constexpr bool value = true;
+};
+struct No {
+  static constexpr bool value = false;
+};
 constexpr float kLn2 = 0.693147180559945f;
 
 __device__ __forceinline__ float exp2_mufu(float x) {
@@ -48,7 +54,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
   __shared__ __align__(8) u64 barriers[9];
   // Read anew where needed: registers are scarcer than shared memory here.
   struct Where {
-    int q_start, q_rows, k_start, k_rows, batch, row0, head, kv_head, shift, masked;
+    int q_start, q_rows, k_start, k_rows, batch, row0, head, kv_head, shift;
   };
   __shared__ volatile Where where;
 
@@ -84,7 +90,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
   // Key tiles from here on have a key beyond the end, or one that some row of the tile must not see.
   int unmasked = s.k_rows / BN;
   if (CAUSAL) unmasked = min(unmasked, max(0, row0 + shift + 1) / BN);
-  const int masked = blocks - min(unmasked, blocks);
+  unmasked = min(unmasked, blocks);
 
   const u32 q_tile = smem_address(shared), k_tiles = q_tile + Q_BYTES, v_tiles = k_tiles + 2 * KV_BYTES;
   const u32 bars = smem_address(barriers);
@@ -107,7 +113,6 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
     where.head = head;
     where.kv_head = head / p.group;
     where.shift = shift;
-    where.masked = masked;
   }
   __syncthreads();
 
@@ -147,7 +152,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
 #pragma unroll
     for (int d = 0; d < DT; ++d) o[m][d][0] = o[m][d][1] = o[m][d][2] = o[m][d][3] = 0.f;
   }
-  u32 q_at = rows_then_columns(q_tile + warp * MT * 16 * 128, lane);
+  const u32 q_at = rows_then_columns(q_tile + warp * MT * 16 * 128, lane);
   u32 q_held[Q_REGISTERS ? KS : 1][MT][4];
   if (blocks > 0) {
     mbarrier_wait(q_full, 0);
@@ -160,42 +165,34 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
     }
   }
 
-#pragma unroll 1
-  for (int i = 0; i < blocks; ++i) {
+  auto step = [&](int i, auto masked) {
+    constexpr bool MASKED = decltype(masked)::value;
     const int stage = i & 1, parity = (i >> 1) & 1;
     const int column0 = (blocks - 1 - i) * BN;
-    // Hides the address from the compiler, which would otherwise keep its variants in registers that it has not got.
-    asm volatile("" : "+r"(q_at));
     float c[MT][NT][4];
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
       for (int n = 0; n < NT; ++n) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0.f;
 
-    // Scores. Fragments are loaded one unit (16 keys of one k-step) ahead of the products that use them.
     mbarrier_wait(k_full + 8 * stage, parity);
-    {
-      const u32 k_at = columns_then_rows(k_tiles + stage * KV_BYTES, lane);
-      constexpr int UNITS = KS * (BN / 16);
-      u32 b[1][4], a[MT][4];
-      auto fetch = [&](int unit) {
-        const int k = unit / (BN / 16), n = unit % (BN / 16);
-        if (!Q_REGISTERS && n == 0) {
+    const u32 k_at = columns_then_rows(k_tiles + stage * KV_BYTES, lane);
 #pragma unroll
-          for (int m = 0; m < MT; ++m) ldmatrix(a[m], (q_at ^ ((k % 4) * 32)) + (k / 4) * BM * 128 + m * 2048);
-        }
-        ldmatrix(b[0], (k_at ^ ((k % 4) * 32)) + (k / 4) * BN * 128 + n * 2048);
-      };
+    for (int k = 0; k < KS; ++k) {
+      u32 a[MT][4];
+      if (!Q_REGISTERS) {
 #pragma unroll
-      for (int unit = 0; unit < UNITS; ++unit) {
-        const int k = unit / (BN / 16), n = unit % (BN / 16);
-        fetch(unit);
-        const u32(&f)[4] = b[0];
+        for (int m = 0; m < MT; ++m) ldmatrix(a[m], (q_at ^ ((k % 4) * 32)) + (k / 4) * BM * 128 + m * 2048);
+      }
+#pragma unroll
+      for (int n = 0; n < NT / 2; ++n) {
+        u32 b[4];
+        ldmatrix(b, (k_at ^ ((k % 4) * 32)) + (k / 4) * BN * 128 + n * 2048);
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
           const u32(&q)[4] = Q_REGISTERS ? q_held[Q_REGISTERS ? k : 0][m] : a[m];
-          mma(c[m][2 * n], q, f[0], f[1]);
-          mma(c[m][2 * n + 1], q, f[2], f[3]);
+          mma(c[m][2 * n], q, b[0], b[1]);
+          mma(c[m][2 * n + 1], q, b[2], b[3]);
         }
       }
     }
@@ -207,7 +204,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
       load(p.v, v_tiles, v_full, i + 1);
     }
 
-    if (i < where.masked) {
+    if (MASKED) {
       const int k_rows = where.k_rows, first = where.row0 + warp * MT * 16 + lane / 4, shift = where.shift;
 #pragma unroll
       for (int m = 0; m < MT; ++m)
@@ -262,7 +259,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
     }
     mbarrier_wait(v_full + 8 * stage, parity);
     const u32 v_tile = v_tiles + stage * KV_BYTES;
-    if (i == 0 && column0 + BN > where.k_rows) {
+    if (MASKED && i == 0 && column0 + BN > where.k_rows) {
       // What lies beyond the sequence may be NaN (a neighbour's), and 0 * NaN would reach us.
       zero_rows<BN, PANELS>(v_tile, where.k_rows - column0, threadIdx.x, THREADS);
       __syncthreads();
@@ -313,7 +310,13 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
       mbarrier_wait(k_empty + 8 * stage, parity);
       load(p.k, k_tiles, k_full, i + 2);
     }
-  }
+  };
+
+  int i = 0;
+#pragma unroll 1
+  for (; i < blocks - unmasked; ++i) step(i, Yes{});
+#pragma unroll 1
+  for (; i < blocks; ++i) step(i, No{});
 
   // Normalise; stage the rows in the queries' tile (a warp reads and writes only its own rows of it).
   const u32 stage_at = rows_then_columns(q_tile + warp * MT * 16 * 128, lane);
