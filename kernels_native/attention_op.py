@@ -190,16 +190,31 @@ def _autograd(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
 _forward_op.register_autograd(_autograd, setup_context=_setup_context)
 
 
-def _check(kernel: str, args: AttentionArgs, requires_grad: bool) -> None:
-    reason = attention_unsupported(
+@torch.compiler.assume_constant_result
+def _reason(
+    kernel: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_head_dim: int,
+    heads: int,
+    kv_heads: int,
+    requires_grad: bool,
+) -> str | None:
+    """Dynamo takes the answer for a constant, so that no graph breaks on it."""
+    return attention_unsupported(
         kernel,
-        dtype=args.q.dtype,
-        head_dim=args.head_dim,
-        value_head_dim=args.value_head_dim,
-        heads=args.heads,
-        kv_heads=args.kv_heads,
+        dtype=dtype,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
         requires_grad=requires_grad,
     )
+
+
+def _check(kernel: str, args: AttentionArgs, requires_grad: bool) -> None:
+    sizes = args.head_dim, args.value_head_dim, args.heads, args.kv_heads
+    reason = _reason(kernel, args.q.dtype, *sizes, requires_grad)
     if reason:
         raise ValueError(f"{reason}; backend='triton' takes more")
     if args.q.device.type != "cuda":
