@@ -6,14 +6,15 @@
 // Reading operands from shared memory is what limits this kernel, so a warp works on 32 rows at a time: two warps share
 // 32 keys, each computes the scores of one half of the queries and owns one half of the columns of dK and dV, and they
 // exchange P and dS through shared memory.
+#include "memory.cuh"
 #include "mma.cuh"
 #include "named_barrier.cuh"
 #include "seqlen.cuh"
+#include "softmax.cuh"
 #include "tma.cuh"
 
 using namespace attn;
 
-#define kInfinity __int_as_float(0x7f800000)
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr int kBlockM = 64;  // query tile of all four kernels
 
@@ -48,18 +49,6 @@ struct RowParams {
   int dim;  // of out (preprocess), of q (postprocess)
   float scale;
 };
-
-__device__ __forceinline__ float exp2_mufu(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ uint4 load16(u32 address) {
-  uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address));
-  return x;
-}
 
 // Each block: one query tile and head. delta = rowsum(dO * O) - dlse; lse in log2 units, +inf where a row sees no key,
 // so that its probabilities come out 0 there, as they do in the tile's rows beyond the sequence. Clears the tile's dQ
@@ -97,10 +86,10 @@ __global__ void __launch_bounds__(256) preprocess(const __grid_constant__ RowPar
     for (int step = 1; step < LANES; step *= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
     if (chunk == 0) {
       const long long at = s.batch * p.lse_batch + head * p.lse_head + s.q_start + row;
-      const float lse = inside ? p.lse[at] : -kInfinity;
-      const bool live = lse != -kInfinity;
+      const float lse = inside ? p.lse[at] : -ATTN_INFINITY;
+      const bool live = lse != -ATTN_INFINITY;
       if (live && p.dlse != nullptr) total -= p.dlse[at];
-      p.lse2[first + r] = live ? lse * kLog2e : kInfinity;
+      p.lse2[first + r] = live ? lse * kLog2e : ATTN_INFINITY;
       p.delta[first + r] = live ? total : 0.f;
     }
   }
@@ -281,7 +270,7 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
           for (int n = 0; n < 4; ++n)
 #pragma unroll
             for (int j = 0; j < 2; ++j)
-              if (8 * n + j < limit) c[m][n][2 * half + j] = -kInfinity;
+              if (8 * n + j < limit) c[m][n][2 * half + j] = -ATTN_INFINITY;
         }
     }
     // Addresses of the pair's 32 keys in the tiles of P and dS, keys along the rows, at this warp's queries. The last
@@ -387,10 +376,8 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
     if (DETERMINISTIC) {
       // Key tiles add in ascending order. A block's predecessors have lower block numbers, so they are running or done.
       if (threadIdx.x == 0) {
-        int now;
-        do {
-          asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-        } while (now != within);
+        while (load_acquire(turn) != within) {
+        }
       }
       __syncthreads();
     }
@@ -398,14 +385,11 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
-      for (int n = 0; n < QN; ++n)
-        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sum + (m * QN + n) * 128),
-                     "f"(dq[m][n][0]), "f"(dq[m][n][1]), "f"(dq[m][n][2]), "f"(dq[m][n][3])
-                     : "memory");
+      for (int n = 0; n < QN; ++n) add_global(sum + (m * QN + n) * 128, dq[m][n]);
     if (DETERMINISTIC) {
       __threadfence();
       __syncthreads();
-      if (threadIdx.x == 0) asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(turn), "r"(within + 1) : "memory");
+      if (threadIdx.x == 0) store_release(turn, within + 1);
     }
     row0 += BM;
     if (row0 == end_row) {
@@ -443,9 +427,9 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
     if (key >= s.k_rows) continue;
     const u32 offset = (chunk / 8) * BN * 128 + swizzled(r, chunk % 8);
     if (chunk * 8 < p.head_dim)
-      *reinterpret_cast<uint4*>(dk_out + (s.k_start + key) * p.dk_row + chunk * 8) = load16(k_tile + offset);
+      *reinterpret_cast<uint4*>(dk_out + (s.k_start + key) * p.dk_row + chunk * 8) = load_shared_16(k_tile + offset);
     if (chunk * 8 < p.value_dim)
-      *reinterpret_cast<uint4*>(dv_out + (s.k_start + key) * p.dv_row + chunk * 8) = load16(v_tile + offset);
+      *reinterpret_cast<uint4*>(dv_out + (s.k_start + key) * p.dv_row + chunk * 8) = load_shared_16(v_tile + offset);
   }
 }
 
@@ -481,6 +465,6 @@ __global__ void __launch_bounds__(2 * BN) postprocess(const __grid_constant__ Ro
     const int r = j / CHUNKS, chunk = j % CHUNKS, row = within * kBlockM + r;
     if (row < s.q_rows && chunk * 8 < p.dim)
       *reinterpret_cast<uint4*>(dq + (s.q_start + row) * p.dq_row + chunk * 8) =
-          load16(smem_address(shared) + (chunk / 8) * kBlockM * 128 + swizzled(r, chunk % 8));
+          load_shared_16(smem_address(shared) + (chunk / 8) * kBlockM * 128 + swizzled(r, chunk % 8));
   }
 }

@@ -1,8 +1,10 @@
 // FlashAttention forward with mma.sync (Dao, "FlashAttention-2", 2023): TMA brings tiles, each warp keeps its query
 // rows' output in registers. One thread block per query tile and head, two blocks a multiprocessor, so that one block's
 // softmax runs under the other's products.
+#include "memory.cuh"
 #include "mma.cuh"
 #include "seqlen.cuh"
+#include "softmax.cuh"
 #include "tma.cuh"
 
 using namespace attn;
@@ -23,20 +25,12 @@ struct Params {
   int unused;
 };
 
-#define kInfinity __int_as_float(0x7f800000)
 struct Yes {
   static constexpr bool value = true;
 };
 struct No {
   static constexpr bool value = false;
 };
-constexpr float kLn2 = 0.693147180559945f;
-
-__device__ __forceinline__ float exp2_mufu(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // D: head dim in shared memory (64 or 128; a smaller one is zero-padded by TMA). BM, BN: query and key tile. WARPS own
 // BM / WARPS rows each. Q_REGISTERS keeps the queries in registers. LAZY: keep an old row maximum until the new one
@@ -146,8 +140,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
   for (int m = 0; m < MT; ++m) {
     // Rows beyond the sequence start at +inf, so that whatever lies there never asks for a rescaling.
     const int row = row0 + (warp * MT + m) * 16 + lane / 4;
-    base[m][0] = row < s.q_rows ? -1e37f : kInfinity;
-    base[m][1] = row + 8 < s.q_rows ? -1e37f : kInfinity;
+    base[m][0] = row < s.q_rows ? -1e37f : ATTN_INFINITY;
+    base[m][1] = row + 8 < s.q_rows ? -1e37f : ATTN_INFINITY;
     row_sum[m][0] = row_sum[m][1] = 0.f;
 #pragma unroll
     for (int d = 0; d < DT; ++d) o[m][d][0] = o[m][d][1] = o[m][d][2] = o[m][d][3] = 0.f;
@@ -217,7 +211,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
           for (int n = 0; n < NT; ++n)
 #pragma unroll
             for (int j = 0; j < 2; ++j)
-              if (8 * n + j >= limit) c[m][n][2 * half + j] = -kInfinity;
+              if (8 * n + j >= limit) c[m][n][2 * half + j] = -ATTN_INFINITY;
         }
     }
 
@@ -335,7 +329,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
       const int row = first_row + (warp * MT + m) * 16 + half * 8 + lane / 4;
       if (lane % 4 == 0 && row < q_rows) {
         float* lse = p.lse + batch_at * p.lse_batch + head_at * p.lse_head + q_start + row;
-        *lse = sum == 0.f ? -kInfinity : base[m][half] * kLn2 + __logf(sum);
+        *lse = sum == 0.f ? -ATTN_INFINITY : base[m][half] * kLn2 + __logf(sum);
       }
     }
 #pragma unroll
@@ -355,11 +349,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
     const int r = warp * MT * 16 + j / CHUNKS, chunk = j % CHUNKS;
     const int row = first_row + r;
     if (row < q_rows && chunk * 8 < p.value_dim) {
-      uint4 x;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                   : "r"(q_tile + (chunk / 8) * BM * 128 + swizzled(r, chunk % 8)));
-      *reinterpret_cast<uint4*>(out + (q_start + row) * p.out_row + chunk * 8) = x;
+      *reinterpret_cast<uint4*>(out + (q_start + row) * p.out_row + chunk * 8) =
+          load_shared_16(q_tile + (chunk / 8) * BM * 128 + swizzled(r, chunk % 8));
     }
   }
 }
