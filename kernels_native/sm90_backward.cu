@@ -10,7 +10,7 @@
 // Specialised by macros (sm90_backward.py chooses them):
 //   HEAD_DIM, BLOCK_M   64 and 128, or 128 and 64 or 80; narrower tensors are padded with zeros by TMA
 //   DQ_SWAP             dQ is computed transposed, K^T dS^T, 64 columns a warpgroup; HEAD_DIM 128 only
-//   CAUSAL              0 or 1
+//   CAUSAL              0 or 1; not defined for the kernels before and after
 //   DETERMINISTIC       key tiles add to dQ in ascending order
 #include "mbarrier.cuh"
 #include "mma.cuh"
@@ -127,6 +127,7 @@ __device__ __forceinline__ void bulk_add(float* destination, u32 source, u32 byt
                : "memory");
 }
 
+#ifdef CAUSAL  // the main kernel; without the macro, the two around it
 // False where the block has no key tile. Called by every warp.
 __device__ __forceinline__ bool find_work(const Params& p, Work& w) {
   int tile;
@@ -483,6 +484,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_backward(const __
   }
 }
 
+#else
 // Each block: one query tile and head. delta = rowsum(dO * O) - dlse; lse in log2 units, +inf where a row sees no key,
 // so that its probabilities come out 0 there, as they do in the tile's rows beyond the sequence. Clears the tile's dQ
 // sum.
@@ -572,3 +574,4 @@ extern "C" __global__ void __launch_bounds__(256) sm90_backward_finish(const __g
           load16(smem_address(shared) + (chunk / 8) * kQPanel + swizzled(r, chunk % 8));
   }
 }
+#endif

@@ -55,9 +55,8 @@ class Config:
 
     def rows(self) -> tuple[Specialisation, Specialisation]:
         """The kernels before and after: delta, and the rounding of dQ. They depend on tile and dtype alone."""
-        options = self._options(("CAUSAL", 0), ("DETERMINISTIC", 0))
         prepare, finish = (
-            Specialisation("sm90_backward.cu", entry, (), 256, 0, "sm90", options)
+            Specialisation("sm90_backward.cu", entry, (), 256, 0, "sm90", self._options())
             for entry in ("sm90_backward_prepare", "sm90_backward_finish")
         )
         return prepare, finish
