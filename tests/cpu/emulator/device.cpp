@@ -21,16 +21,18 @@ void fail(const char* what) {
   abort();
 }
 
-static int another() {
-  const int first = rand() % block_threads;
-  for (int i = 0; i < block_threads; ++i)
-    if (const int next = (first + i) % block_threads; !finished[next]) return next;
+// A thread that has not finished, of those from `begin` on; -1 where there is none.
+static int another(int begin, int count) {
+  const int first = rand() % count;
+  for (int i = 0; i < count; ++i)
+    if (const int next = begin + (first + i) % count; !finished[next]) return next;
   return -1;
 }
 
-void give_way() {
-  const int me = threadIdx.x, next = another();
-  if (next == me) return;
+void give_way(bool to_another_warp) {
+  const bool leave = to_another_warp || rand() % 8192 == 0;
+  const int me = threadIdx.x, next = leave ? another(0, block_threads) : another(me / 32 * 32, 32);
+  if (next < 0 || next == me) return;
   threadIdx.x = next;
   swapcontext(&fibers[me], &fibers[next]);
   threadIdx.x = me;
@@ -40,7 +42,7 @@ static void fiber(int thread) {
   threadIdx.x = thread;
   kernel();
   finished[thread] = true;
-  const int next = another();
+  const int next = another(0, block_threads);
   if (next < 0) setcontext(&caller);
   threadIdx.x = next;
   setcontext(&fibers[next]);

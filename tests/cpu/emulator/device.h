@@ -1,7 +1,8 @@
 // A thread block on the CPU: enough of CUDA and of kernels_native/include to run the mma.sync kernels' own source.
 //
-// Threads are fibers that give way at every synchronising operation to another one picked at random, so that a missing
-// barrier shows. Shared memory starts as NaN. A wait that never ends, a misaligned tile and an arrival too many abort.
+// Threads are fibers. A warp runs until it waits for other warps, and on a coin's fall now and then; who goes on is
+// random. So warps are as far apart as the barriers let them be, and a missing one shows. Shared memory starts as NaN.
+// A wait that never ends, a misaligned tile and an arrival too many abort.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -49,7 +50,7 @@ extern Barrier warp_barriers[kMostThreads / 32], block_barriers[16];
 extern int block_threads;
 extern unsigned posted[kMostThreads][8];  // what each thread shows the others of its warp
 
-void give_way();
+void give_way(bool to_another_warp);
 [[noreturn]] void fail(const char* what);
 
 inline void meet(Barrier& barrier, int threads) {
@@ -60,7 +61,7 @@ inline void meet(Barrier& barrier, int threads) {
   }
   for (long turns = 0; barrier.generation == generation; ++turns) {
     if (turns > 10000000) fail("a barrier that not all threads reach");
-    give_way();
+    give_way(threads > 32);
   }
 }
 inline void __syncwarp() { meet(warp_barriers[threadIdx.x / 32], 32); }
@@ -131,7 +132,7 @@ inline void mbarrier_wait(u32 barrier, u32 parity) {
   Transactions& b = mbarriers.at(barrier);
   for (long turns = 0; (b.phase & 1) == (int)parity; ++turns) {
     if (turns > 10000000) fail("an mbarrier whose phase never ends");
-    give_way();
+    give_way(true);
   }
 }
 inline void named_barrier_sync(int id, int threads) { meet(block_barriers[id], threads); }
@@ -246,7 +247,7 @@ inline void add_global(float* address, const float (&x)[4]) {
   for (int i = 0; i < 4; ++i) address[i] += x[i];
 }
 inline int load_acquire(const int* address) {
-  give_way();
+  give_way(true);
   return *address;
 }
 inline void store_release(int* address, int x) { *address = x; }
