@@ -103,7 +103,8 @@ def compare(base: Run, new: Run, *, threshold: float = 0.02) -> Comparison:
     adjusted = holm([ratio.p for *_, ratio in both])
     for (key, one, other, ratio), p in zip(both, adjusted, strict=True):
         rows[key] = _judge(key, one, other, replace(ratio, p=p), margin)
-    notes = [*ground.notes, *base.notes, *new.notes]
+    same_run = ["BASE and NEW are one and the same run"] if base.folder == new.folder else []
+    notes = [*same_run, *ground.notes, *base.notes, *new.notes]
     return Comparison(base, new, threshold, ground, list(rows.values()), notes)
 
 
@@ -239,6 +240,10 @@ def _judge(key: Key, base: Record, new: Record, ratio: Ratio, margin: float) -> 
             )
         if disturbed := sorted(_DISTURBED.intersection([*base.flags, *new.flags])):
             told = f"time {ratio.value - 1:+.1%}, but the board was {' and '.join(disturbed)}"
+            return replace(row, verdict="ambiguous", reason=_join(told, row.reason))
+        if (base.timer, new.timer) == ("host", "host") and "unconverged" in {*base.flags, *new.flags}:
+            # Other work on the same cores shifts whole runs, by more than samples of one run can show.
+            told = f"time {ratio.value - 1:+.1%}, but CPU times that did not settle cannot tell"
             return replace(row, verdict="ambiguous", reason=_join(told, row.reason))
         return replace(row, verdict="regressed" if change > 0 else "improved")
     if math.exp(-margin) <= ratio.low and ratio.high <= math.exp(margin):

@@ -76,7 +76,7 @@ def sentence(comparison: Comparison) -> str:
     counts, rows = comparison.counts, comparison.rows
     if not rows:
         return "There is nothing to compare: neither run holds a case that was measured or checked."
-    total = f"{len(rows)} case{'s' if len(rows) != 1 else ''}"
+    total = f"{len(rows)} row{'s' if len(rows) != 1 else ''}"
     found = ", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v])
     text = f"Of {total}: {found}."
     slower = [r for r in rows if r.verdict == "regressed" and r.ratio]
@@ -94,7 +94,7 @@ def sentence(comparison: Comparison) -> str:
         spread = max(half / value * times, 0.001)
         text += (
             f" NEW ran {times:.3f} ± {spread:.3f} times {'faster' if faster else 'slower'} than BASE"
-            f" over {timed} timed case{'s' if timed != 1 else ''} (geometric mean)."
+            f" over {timed} timed row{'s' if timed != 1 else ''} (geometric mean)."
         )
     elif timed:
         text += " No mean is given, since some times have no counterpart."

@@ -193,6 +193,22 @@ def test_a_cpu_needs_a_larger_change_and_says_so() -> None:
     assert any("timed on a CPU" in note for note in slower.notes)
 
 
+@pytest.mark.parametrize("flags", [(["unconverged"], []), ([], ["unconverged"])])
+def test_cpu_times_that_did_not_settle_are_not_judged(flags: tuple[list[str], list[str]]) -> None:
+    cpu = {"device": "cpu", "gpu": None}
+    base, new = (run_of(some(1, ms=ms, timer="host", flags=f), **cpu) for ms, f in zip((1.0, 1.9), flags, strict=True))
+    (row,) = compare(base, new).rows
+    assert row.verdict == "ambiguous"
+    assert "CPU times that did not settle" in row.reason
+
+
+def test_a_run_beside_itself_is_pointed_out(tmp_path: Path) -> None:
+    one, two = (store(tmp_path, some(1, seed=seed)) for seed in (0, 1))
+    told = "BASE and NEW are one and the same run"
+    assert told in compare(one, one).notes
+    assert told not in compare(one, two).notes
+
+
 @pytest.mark.parametrize(
     ("before", "now", "told"),
     [
@@ -375,7 +391,7 @@ def test_the_table_fits_and_ends_in_a_plain_sentence(width: int | None) -> None:
         long = [line for line in lines if len(line) > width and "attnbench run" not in line and "made-up" not in line]
         assert long == []
     assert "tried to allocate 90 GiB" in text
-    assert "Of 40 cases: 1 regressed" in " ".join(lines)
+    assert "Of 40 rows: 1 regressed" in " ".join(lines)
     assert "No mean is given" in " ".join(lines)
     assert "\x1b" not in text
 
@@ -402,7 +418,7 @@ def test_markdown_and_json_hold_every_row() -> None:
 def test_the_sentence_gives_a_geometric_mean_when_all_cases_have_times() -> None:
     text = sentence(compare(run_of(some()), run_of(some(seed=1, ms=0.5))))
     assert "8 improved" in text
-    assert "times faster than BASE over 8 timed cases (geometric mean)" in text
+    assert "times faster than BASE over 8 timed rows (geometric mean)" in text
 
 
 @pytest.mark.parametrize(("text", "value"), [("2%", 0.02), ("0.5 %", 0.005), ("0.02", 0.02), ("0", 0), ("10%", 0.1)])
