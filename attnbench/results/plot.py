@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from attnbench.errors import UserError
 from attnbench.results.plot_cases import bandwidth, bandwidth_dots, by_case, reference_of, speed_up
-from attnbench.results.plot_data import PASSES, by_speed, method, passes_of, rate_interval, rate_unit
+from attnbench.results.plot_data import PASSES, by_speed, method, passes_of, rate_interval, rate_unit, reach
 from attnbench.results.plot_style import (
     GREY,
     colour,
@@ -115,8 +115,8 @@ def throughput(run: Run, records: Sequence[Record], name: str) -> Figure:
     ceiling = (run.info.get("ceilings") or {}).get(f"matmul_{dtype}")
     for i, which in enumerate(passes):
         row = [r for r in records if r.pass_ == which]
-        ends = [rate + rate_interval(r, rate)[1] for r in row if (rate := (r.tflops or 0) * scale)]
-        peak = max([*ends, ceiling * scale if ceiling else 0], default=1)
+        ends = [(rate, rate + rate_interval(r, rate)[1]) for r in row if (rate := (r.tflops or 0) * scale)]
+        peak = max(reach(ends), ceiling * scale if ceiling else 0) or 1.0
         for j, causal in enumerate(masks):
             axes = grid[i][j]
             _lines(axes, [r for r in row if bool(r.case["causal"]) == causal], backends, lengths, scale, peak)

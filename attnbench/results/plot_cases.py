@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from attnbench.results.plot_data import PASSES, by_speed, method, passes_of, rate_interval, rate_unit
+from attnbench.results.plot_data import PASSES, by_speed, method, passes_of, rate_interval, rate_unit, reach
 from attnbench.results.plot_style import (
     GREY,
     colour,
@@ -26,6 +28,8 @@ from attnbench.results.runs import Run
 from attnbench.results.table import REFERENCES
 
 _UNFUSED = ("eager", "compile")
+LEAST_GAP = 0.11
+"""Between ticks, as a share of a panel's width: a label's own width."""
 RESIDUAL_TITLE = "Attention residuals, bandwidth over the least bytes"
 
 
@@ -96,7 +100,8 @@ def _dots(
     if times:
         _times_axis(panels[0])
     else:
-        panels[0].set_xlim(left=0)
+        ends = [(v, v + rate_interval(r, v)[1]) for r in records if (v := value(r))]
+        panels[0].set_xlim(0, 1.05 * max(reach(ends), ceiling[1] if ceiling else 0) or 1.0)
     for axes in panels if times else ():
         axes.axvline(1, color="#909090", linewidth=1)
     panels[0].set_yticks(range(len(cases)), [names[case_id] for _, case_id in cases])
@@ -106,14 +111,17 @@ def _dots(
 
 
 def _times_axis(axes: Axes) -> None:
-    """A log axis of factors with the coarsest ticks of which at least four fit."""
+    """A log axis of factors with as many ticks as their labels have room for."""
     low, high = axes.get_xlim()
     low, high = min(low, 0.9), max(high, 1.1)
-    ticks = [t for e in range(-3, 4) for s in (1, 2, 5) if low <= (t := s * 10.0**e) <= high]
-    for step in (0.5, 0.2, 0.1, 0.05, 0.02):
-        if len(ticks) >= 4:
-            break
-        ticks = [n * step for n in range(1, int(high / step) + 1) if n * step >= low]
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    choices = [[s * 10.0**e for e in decades for s in steps] for steps in ((1, 2, 5), (1, 3), (1,))]
+    choices += [[10.0**e for e in decades if e % step == 0] for step in (2, 3)]
+    if high < 5:
+        choices += [[n * step for n in range(1, int(high / step) + 1)] for step in (0.5, 0.2, 0.1, 0.05, 0.02)]
+    room = LEAST_GAP * math.log(high / low)
+    shown = [[t for t in choice if low <= t <= high] for choice in choices]
+    ticks = max((c for c in shown if all(math.log(b / a) >= room for a, b in pairwise(c))), key=len)
     axes.set_xlim(low, high)
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -224,7 +232,7 @@ def _bars(axes: Axes, records: Sequence[Record], backends: Sequence[str], scale:
         )
         for at, value in zip(x, y, strict=True):
             axes.annotate(
-                f"{value:.2f}",
+                f"{value:.2f}" if value >= 0.1 else f"{value:.1g}",
                 (at, value),
                 xytext=(0, 2),
                 textcoords="offset points",

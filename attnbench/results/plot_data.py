@@ -34,9 +34,15 @@ def method(records: Sequence[Record]) -> str:
 
 
 def rate_unit(values: Iterable[float | None], unit: str) -> tuple[str, float]:
-    """`unit` (`TFLOP/s`, `TB/s`), or with G for T where nothing reaches a tenth of one (a CPU); and the factor."""
+    """`unit` (`TFLOP/s`, `TB/s`), or with G for T where nothing reaches a quarter of one (a CPU); and the factor."""
     largest = max((v for v in values if v), default=0.0)
-    return (unit, 1.0) if largest >= 0.1 or unit[0] != "T" else ("G" + unit[1:], 1e3)
+    return (unit, 1.0) if largest >= 0.25 or unit[0] != "T" else ("G" + unit[1:], 1e3)
+
+
+def reach(values: Iterable[tuple[float, float]]) -> float:
+    """Where an axis of rates ends, of (rate, end of its interval) each: an interval that never settled runs off it."""
+    pairs = list(values)
+    return min(max((end for _, end in pairs), default=0.0), 1.25 * max((value for value, _ in pairs), default=0.0))
 
 
 def rate_interval(r: Record, value: float) -> tuple[float, float]:

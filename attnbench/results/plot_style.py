@@ -51,8 +51,12 @@ EDGE = 0.14
 
 
 def short_name(backend: str) -> str:
-    """A built-in backend's name; of a user's own the object's."""
-    return backend.rsplit(":", 1)[-1]
+    """A built-in backend's name; of a user's own `file:object`, or the file alone where the object is `backend`."""
+    place, _, name = backend.rpartition(":")
+    if not place:
+        return backend
+    module = place.rsplit("/", 1)[-1].removesuffix(".py").rsplit(".", 1)[-1]
+    return module if name == "backend" else f"{module}:{name}"
 
 
 def colour(backend: str, backends: Sequence[str]) -> str:

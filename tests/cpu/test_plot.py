@@ -6,12 +6,15 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 from synthetic_runs import attention_records, attnres_records, store
 
 from attnbench.errors import UserError
 from attnbench.results.plot import plot_run, throughput
-from attnbench.results.plot_cases import speed_up
+from attnbench.results.plot_cases import bandwidth, by_case, speed_up
 from attnbench.results.plot_data import by_speed
+from attnbench.results.plot_style import short_name
 from attnbench.results.runs import Run
 from attnbench.results.store import RunWriter
 
@@ -119,3 +122,49 @@ def test_an_unwritable_folder_is_named(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write .*--out"):
         plot_run(run, tmp_path / "file" / "plots")
+
+
+def test_users_own_kernels_are_told_apart() -> None:
+    names = [
+        short_name(name)
+        for name in ("examples/a.py:backend", "examples/b.py:backend", "mine.py:fast", "package.kernels:slow", "triton")
+    ]
+    assert names == ["a", "b", "mine:fast", "kernels:slow", "triton"]
+
+
+def drawn_labels(figure: Figure) -> list[list[Bbox]]:
+    """Where each panel's labels of the horizontal axis stand."""
+    figure.draw_without_rendering()
+    return [[text.get_window_extent() for text in axes.get_xticklabels() if text.get_text()] for axes in figure.axes]
+
+
+@pytest.mark.parametrize("spread", [1.03, 1.5, 4.0, 30.0, 300.0])
+def test_labels_of_a_speed_up_axis_do_not_overlap(run: Run, spread: float) -> None:
+    records = [r for r in run.records.values() if r.op == "attention" and r.backend in ("sdpa_cudnn", "triton")]
+    for i, r in enumerate(records):
+        if r.backend == "triton":
+            r.baseline_median_ms = (r.median_ms or 1) * spread ** (1 if i % 4 < 2 else -1)
+    figure = speed_up(run, records, "sdpa_cudnn")
+    assert figure is not None
+    for boxes in drawn_labels(figure):
+        assert len(boxes) >= 2
+        assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
+
+
+def test_an_interval_that_never_settled_does_not_squeeze_the_rest(run: Run) -> None:
+    records = [r for r in run.records.values() if r.op == "attention" and r.pass_ == "forward"]
+    records[0].ci_ms = [(records[0].median_ms or 0) / 100, (records[0].median_ms or 0) * 2]
+    run.info["ceilings"] = {}
+    fastest = max(r.tflops or 0 for r in records)
+    top = throughput(run, records, "x").axes[0].get_ylim()[1]
+    right = by_case(run, records).axes[0].get_xlim()[1]
+    assert fastest < top < 1.5 * fastest
+    assert fastest < right < 1.5 * fastest
+
+
+def test_a_bar_too_small_to_see_is_not_called_zero(tmp_path: Path) -> None:
+    records = [r for r in attnres_records() if r.tb_s]
+    records[0].tb_s = 0.0014
+    texts = [text.get_text() for axes in bandwidth(store(tmp_path, records), records).axes for text in axes.texts]
+    assert "0.001" in texts
+    assert "0.00" not in texts
