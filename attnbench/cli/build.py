@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +14,11 @@ from attnbench.results.text import Column, aligned, comma_separated, markdown, t
 
 _COLUMNS = [
     Column("backend", drop=3),
-    Column("kernel", shrink=True),
+    Column("kernel", shrink=True, fold=True),
     Column("registers", ">"),
     Column("spills", ">"),
     Column("shared", ">", drop=2),
-    Column("SASS", drop=1, shrink=True),
+    Column("SASS", drop=4),
     Column("seconds", ">"),
 ]
 
@@ -67,7 +68,10 @@ def _print(rows: list[dict[str, Any]], format: str) -> None:
     elif format == "md":
         print(markdown(_COLUMNS, cells))
     else:
-        print(aligned(_COLUMNS, cells, width=terminal_width()))
+        short = [[backend, re.sub(r" \w+=0\b", "", kernel), *rest] for backend, kernel, *rest in cells]
+        print(aligned(_COLUMNS, short, width=terminal_width()))
+        if short != cells:
+            print("Macros that are 0 are left out of the kernels' names; --format csv has them.")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -123,6 +123,8 @@ def _cell(name: str, row: Figures, scales: dict[str, float]) -> str:
     if name in ("tflops", "sm_mhz", "power_w"):
         return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
     if name in ("tb_s", "vs_baseline", "vs_eager", "budget"):
+        if 0 < value < 0.01:
+            return f"{value:.1g}"
         return f"{value:.2f}" if value < 100 else f"{value:.0f}"
     return str(value)
 
@@ -240,9 +242,10 @@ def _against(group: Sequence[Record], subject: str, other: str) -> str:
     word = "faster" if value >= 1 else "slower"
     times = value if value >= 1 else 1 / value
     spread = max(half * times / value, 0.01)
-    return f"ran {times:.2f} ± {spread:.2f} times {word} than {backend_name(other)} over {over}" + (
+    told = f"ran {times:.2f} ± {spread:.2f} times {word} than {backend_name(other)} over {over}" + (
         " (geometric mean)" if len(shared) > 1 else ""
     )
+    return f"{told}: too uncertain to tell" if times - half * times / value <= 1 else told
 
 
 def _troubles(rows: Sequence[Record]) -> list[str]:

@@ -39,6 +39,7 @@ class Column:
     drop: int = 0
     styled: bool = False
     shrink: bool = False  # loses letters, down to 20, before any column goes; else the first one does so last
+    fold: bool = False  # what is too long goes on in lines below instead of ending in an ellipsis
 
 
 PASSES = {"forward": "fwd", "backward": "bwd", "forward_backward": "fwd+bwd"}
@@ -88,6 +89,7 @@ def aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, width: 
     """One line a row, columns two spaces apart. What does not fit `width` is left out, and named in a last line."""
     keep = list(range(len(columns)))
     wide = [max([text_width(c.title), *(text_width(row[i]) for row in rows)]) for i, c in enumerate(columns)]
+    full = list(wide)
     keep = [i for i in keep if any(row[i] for row in rows)] or keep  # a column without a single figure says nothing
     hidden: list[str] = []
     for i in keep:
@@ -99,17 +101,25 @@ def aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, width: 
             break
         keep.remove(least)
         hidden.insert(0, columns[least].title)
+    for i in keep:
+        if width and columns[i].shrink and (spare := width + 2 - sum(wide[j] + 2 for j in keep)) > 0:
+            wide[i] = min(full[i], wide[i] + spare)  # room that dropped columns left
     if width and (over := sum(wide[i] + 2 for i in keep) - 2 - width) > 0:
         wide[keep[0]] = max(12, wide[keep[0]] - over)
     lines = ["  ".join(_pad(columns[i].title, wide[i], columns[i].align) for i in keep).rstrip()]
     lines[0] = paint(lines[0], "bold")
     for row in rows:
+        folded = {i: wrap(row[i], wide[i])[1:] for i in keep if columns[i].fold and text_width(row[i]) > wide[i]}
         cells = []
         for i in keep:
-            cell = _pad(_shorten(row[i], wide[i]), wide[i], columns[i].align)
+            text = wrap(row[i], wide[i])[0] if i in folded else row[i]
+            cell = _pad(_shorten(text, wide[i]), wide[i], columns[i].align)
             style = STYLES.get(row[i].split(" ")[0], "red") if columns[i].styled and row[i] else None
             cells.append(paint(cell, style))
         lines.append("  ".join(cells).rstrip())
+        for n in range(max(map(len, folded.values()), default=0)):
+            rest = [folded[i][n] if n < len(folded.get(i, ())) else "" for i in keep]
+            lines.append("  ".join(_pad(cell, wide[i], "<") for i, cell in zip(keep, rest, strict=True)).rstrip())
     if hidden:
         note = f"Not shown for want of width: {', '.join(hidden)} (a wider terminal, or --format csv, has them)."
         lines += [paint(line, "dim") for line in wrap(note, width)]

@@ -116,3 +116,24 @@ def test_a_backend_without_a_backward_is_forward_only(tmp_path: Path) -> None:
 
     case = AttentionCase("bf16", 1, 1, 64, False, batch=1, seqlen_q=8, seqlen_k=8)
     assert backend.prepare(case, make_inputs(case, "cpu")).differentiable is False
+
+
+def test_kernels_of_one_source_are_told_apart_in_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from attnbench.cli.build import _print
+
+    monkeypatch.setenv("COLUMNS", "80")
+    made = {"backend": "sm90", "registers": 168, "spill_bytes": 0, "shared_bytes": 1024, "sass": {"HGMMA": 8}}
+    macros = ("HEAD_DIM=64 WARPGROUPS=3 STAGES=2 CAUSAL=0", "HEAD_DIM=64 WARPGROUPS=3 STAGES=2 CAUSAL=1")
+    rows = [{"name": f"kernel.cu: sm90_forward {m}", "seconds": 0.5, "cached": False, **made} for m in macros]
+    _print(rows, "table")
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "…" not in printed
+    assert printed.count("WARPGROUPS=3") == 2
+    assert printed.count("CAUSAL=1") == 1
+    assert "CAUSAL=0" not in printed
+    assert "Macros that are 0 are left out" in printed
+    _print(rows, "csv")
+    assert "CAUSAL=0" in capsys.readouterr().out

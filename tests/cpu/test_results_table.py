@@ -152,3 +152,30 @@ def test_a_users_own_file_is_named_without_its_folders() -> None:
 def test_helpers() -> None:
     assert markdown([Column("a")], [["x|y"]]).endswith("| x\\|y |")
     assert wrap("attnbench run --only aaaa-bbbb", 10, "  ")[-1] == "  aaaa-bbbb"
+
+
+def test_a_mean_that_its_interval_does_not_decide_is_said_to_be_uncertain() -> None:
+    for ms in (0.98, 1.02):
+        records = pair(1, ms)
+        records[0].ci_ms = [0.8, 1.3]
+        assert sentences(records)[1].endswith("over 1 case: too uncertain to tell")
+
+
+def test_a_small_rate_is_not_called_zero() -> None:
+    records = pair(1)
+    for r in records:
+        r.tflops, r.tb_s = 0.3e-6, 2e-6
+    row = as_table(records).split("\n")[1]
+    assert "0.002" in row.split()
+    assert "0.00" not in row.split()
+
+
+def test_a_folded_column_loses_no_words() -> None:
+    columns = [Column("name"), Column("what", shrink=True, fold=True), Column("n", ">")]
+    words = "every word of a description that is far too long for one line"
+    lines = aligned(columns, [["one", words, "1"], ["two", "short", "22"]], width=40).split("\n")
+    assert max(map(len, lines)) <= 40
+    assert "…" not in "".join(lines)
+    assert " ".join(line[6:36].strip() for line in lines[1:-1]).split() == words.split()
+    assert re.fullmatch(r"one   every .* 1", lines[1])
+    assert re.fullmatch(r"two   short +22", lines[-1])
