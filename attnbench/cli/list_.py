@@ -39,7 +39,7 @@ _WHAT = {
     "liger": "Liger kernels",
     "fla": "flash-linear-attention",
 }
-_ANYWHERE = ("eager", "compile", "flex")
+_ANYWHERE = ("eager", "compile")
 _DROP = {"operations": 2, "gradients": 1, "on": 1}
 _SHRINK = ("what it is", "description")
 OPERATIONS = {
@@ -76,7 +76,9 @@ def list_(*, what: str | None, results: Path, format: str) -> int:
         if format == "csv":
             print(comma_separated(titles, rows))
             continue
-        columns = [Column(title, drop=_DROP.get(title, 0), shrink=title in _SHRINK) for title in titles]
+        columns = [
+            Column(title, drop=_DROP.get(title, 0), shrink=title in _SHRINK, fold=title in _SHRINK) for title in titles
+        ]
         if format == "md":
             print(markdown(columns, rows))
         elif rows:
@@ -110,7 +112,7 @@ def _unavailable(name: str, no_gpu: str | None) -> str | None:
     if no_gpu is None or name in _ANYWHERE:
         return None
     if name == "triton":
-        return "checks only: under the interpreter"
+        return "checks only"
     return "no: no GPU"
 
 
