@@ -17,7 +17,7 @@ from attnbench.measure.job import CaseJob, Done, Message, Phase, Row, blank_reco
 from attnbench.measure.memory import free_bytes, needed
 from attnbench.measure.outcome import classify, is_sticky, tail
 from attnbench.measure.timer import Timed
-from attnbench.measure.timing import Session, pass_call, time_cpu, time_device
+from attnbench.measure.timing import Session, pass_call, pass_truth, time_cpu, time_device
 from attnbench.measure.verify import Tolerance, Truth, Verdict, compute, deaf, judge, verify
 from attnbench.results.record import Record
 from attnbench.scenario.case import op_name
@@ -207,7 +207,7 @@ class CaseRunner:
         record.baseline = self.job.baseline if baseline is not None else None
         check = self.job.check
         if check.enabled and check.after:
-            self._check_after(truth, result, record)
+            self._check_after(pass_truth(truth, prepared, record.pass_), result, record)
             self._check_skipping(truth, prepared, record)
 
     def _check_after(self, truth: Truth, result: dict[str, torch.Tensor], record: Record) -> None:

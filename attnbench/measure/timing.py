@@ -55,6 +55,11 @@ def pass_call(truth: Truth, prepared: Prepared, pass_: str) -> Callable[[], Any]
     return autograd_call(operation, inputs, outputs)
 
 
+def pass_truth(truth: Truth, prepared: Prepared, pass_: str) -> Truth:
+    """What `pass_call` must compute: a backend's own backward takes the cotangents that it was prepared with."""
+    return truth if pass_ == "forward" or prepared.backward is not None else truth.timed
+
+
 def time_cpu(job: CaseJob, truth: Truth, prepared: Prepared, record: Record) -> None:
     """Wall time on the CPU, for code that runs there natively (never for the interpreter)."""
     headline = measure_host(pass_call(truth, prepared, record.pass_), job.measure)

@@ -13,7 +13,7 @@ import torch
 from attnbench.backends.base import Prepared
 from attnbench.measure.check import check_fixed, check_tensors
 from attnbench.measure.poison import nan_filled
-from attnbench.ops.base import Inputs, Operation
+from attnbench.ops.base import Inputs, Operation, timed_inputs
 from attnbench.results.record import TensorCheck
 
 Tensors = dict[str, torch.Tensor]
@@ -85,10 +85,21 @@ class Truth:
     @cached_property
     def without_lse_grad(self) -> Truth:
         """The same inputs with no gradient through lse, for backends that have none."""
-        if "lse" not in self.inputs.cotangents:
-            return self
         rest = {name: grad for name, grad in self.inputs.cotangents.items() if name != "lse"}
-        return Truth(self.operation, self.case, self.device, replace(self.inputs, cotangents=rest), self.pristine)
+        return self._with(replace(self.inputs, cotangents=rest))
+
+    @cached_property
+    def timed(self) -> Truth:
+        """The same inputs with the cotangents of timed backward passes: what those must have computed."""
+        inputs = timed_inputs(self.operation, self.inputs)
+        if inputs.cotangents.keys() == self.inputs.cotangents.keys() - {"lse"}:
+            return self.without_lse_grad
+        return self._with(inputs)
+
+    def _with(self, inputs: Inputs) -> Truth:
+        if inputs.cotangents.keys() == self.inputs.cotangents.keys():
+            return self
+        return Truth(self.operation, self.case, self.device, inputs, self.pristine)
 
 
 @dataclass

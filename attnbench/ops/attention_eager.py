@@ -77,8 +77,10 @@ def dense(
         hidden = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).triu(seqlen_k - seqlen_q + 1)
     scores = _Scores.apply(q, k, scale, hidden)
     p = scores.softmax(-1)
-    # The likeliest key has p = exp(top - lse): two reductions, where logsumexp would pass over the scores five times.
-    lse = scores.amax(-1) - p.amax(-1).log()
+    # The likeliest key has p = exp(score - lse): one reduction, where logsumexp would pass over the scores five times.
+    # No amax here: its gradient looks for elements equal to the maximum, and a fused recomputation may find none.
+    likeliest = p.argmax(-1, keepdim=True)
+    lse = (scores.gather(-1, likeliest) - p.gather(-1, likeliest).log()).squeeze(-1)
     return (p.to(q.dtype) @ v).transpose(1, 2), lse
 
 
