@@ -105,12 +105,14 @@ def throughput(run: Run, records: Sequence[Record], name: str) -> Figure:
     masks = sorted({bool(r.case["causal"]) for r in records})
     lengths = sorted({int(r.case["seqlen_q"]) for r in records})
     unit, scale = rate_unit([r.tflops for r in records], "TFLOP/s")
-    figure = new_figure(1.2 + 4.6 * len(masks), 1.2 + 2.9 * len(passes))
+    names = max(0.95, 0.2 + 0.085 * max(len(short_name(b)) for b in backends))  # inches beside a panel
+    panel = 3.3
+    figure = new_figure(0.62 + (panel + names) * len(masks) + 0.35 * (len(masks) - 1), 1.2 + 2.9 * len(passes))
     tokens = {int(r.case["batch"]) * int(r.case["seqlen_q"]) for r in records}
     fixed = f", {_thousands(tokens.pop())} tokens" if len(tokens) == 1 else ""
     headline(figure, f"Attention {name.replace('-', ' ')}{fixed}", run, more=method(records))
     grid = figure.subplots(len(passes), len(masks), squeeze=False, sharex=True)
-    margins(figure, left=0.62, right=0.95, top=0.2, bottom=0.5, wspace=0.32, hspace=0.22)
+    margins(figure, left=0.62, right=names, top=0.2, bottom=0.5, wspace=(names + 0.35) / panel, hspace=0.22)
     dtype = str(records[0].case["dtype"])
     ceiling = (run.info.get("ceilings") or {}).get(f"matmul_{dtype}")
     for i, which in enumerate(passes):

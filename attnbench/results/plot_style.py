@@ -48,6 +48,7 @@ _OWN_MARKERS = ("p", "<", ">", "8")
 GREY = "#5a5a5a"
 HEAD = 0.72  # inches
 EDGE = 0.14
+BETWEEN = "  ·  "
 
 
 def short_name(backend: str) -> str:
@@ -100,7 +101,19 @@ def headline(figure: Figure, title: str, run: Run, *, more: str = "") -> None:
     height = figure.get_figheight()
     left = EDGE / figure.get_figwidth()
     figure.text(left, 1 - 0.12 / height, title, fontsize=12.5, fontweight="bold", va="top", color="#202020")
-    figure.text(left, 1 - 0.38 / height, provenance(run, more), fontsize=8, va="top", color=GREY)
+    figure.text(left, 1 - 0.38 / height, _lines(figure, provenance(run, more)), fontsize=8, va="top", color=GREY)
+
+
+def _lines(figure: Figure, parts: Sequence[str]) -> str:
+    """The parts in lines that fit the figure; two fit under the title."""
+    room = (figure.get_figwidth() - 2 * EDGE) / 0.061  # letters
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(longer := f"{lines[-1]}{BETWEEN}{part}") <= room:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return "\n".join(lines)
 
 
 def margins(
@@ -118,14 +131,19 @@ def margins(
     )
 
 
-def provenance(run: Run, more: str = "") -> str:
+def provenance(run: Run, more: str = "") -> list[str]:
+    """Machine, commit, versions, day, `more`, and which backends were checked alone: what the plots lack."""
+    timed = {r.backend for r in run.records.values() if r.median_ms}
+    checked = dict.fromkeys(r.backend for r in run.records.values() if r.outcome == "checked")
+    untimed = ", ".join(short_name(backend) for backend in checked if backend not in timed)
     cap = run.gpu.get("power_cap_w")
     machine = str(run.gpu.get("name") or "CPU") + (f", {cap:.0f} W" if cap else "")
     commit = f"commit {str(run.commit)[:10]}{' + changes' if run.dirty else ''}" if run.commit else "no commit"
     packages = run.info.get("packages") or {}
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "triton") if name in packages)
     parts = [machine, commit, versions, str(run.info.get("started_at", ""))[:10], more]
-    return "  ·  ".join(part for part in parts if part)
+    parts.append(f"checked, not timed: {untimed}" if untimed else "")
+    return [part for part in parts if part]
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], x: float, *, size: float = 8.5) -> None:

@@ -162,6 +162,36 @@ def test_an_interval_that_never_settled_does_not_squeeze_the_rest(run: Run) -> N
     assert fastest < right < 1.5 * fastest
 
 
+@pytest.mark.parametrize("causal", [(False,), (False, True)])
+def test_no_text_leaves_the_figure(run: Run, causal: tuple[bool, ...]) -> None:
+    own = "my/kernels/flash_attention_for_hopper.py:pingpong"
+    run.info["packages"] = {"torch": "2.13.0.dev20261201+cu130", "triton": "3.7.1"}
+    records = [r for r in run.records.values() if r.op == "attention" and bool(r.case["causal"]) in causal]
+    one_pass = [r for r in records if r.pass_ == "forward"]
+    for r in records:
+        r.backend = own if r.backend == "triton" else r.backend
+    for figure in (throughput(run, records, "x"), by_case(run, one_pass), speed_up(run, one_pass, "sdpa_cudnn")):
+        assert figure is not None
+        figure.draw_without_rendering()
+        texts = [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
+        assert any("commit" in text.get_text() for text in texts)
+        assert max(text.get_window_extent().x1 for text in texts) <= figure.bbox.x1
+        panels = [axes.get_window_extent() for axes in figure.axes]
+        names = [t.get_window_extent() for axes in figure.axes for t in axes.texts if "pingpong" in t.get_text()]
+        assert not any(box.overlaps(name) and box.x0 > name.x0 for box in panels for name in names)
+
+
+def test_backends_that_were_checked_alone_are_named(tmp_path: Path) -> None:
+    records = attention_records(seqlens=(1024,))
+    for r in records:
+        if r.backend == "triton":
+            r.outcome, r.median_ms = "checked", None
+    run = store(tmp_path, records)
+    texts = [text.get_text() for text in by_case(run, [r for r in records if r.median_ms]).texts]
+    assert any("checked, not timed: triton" in text for text in texts)
+    assert not any("sdpa_flash" in text for text in texts)
+
+
 def test_a_bar_too_small_to_see_is_not_called_zero(tmp_path: Path) -> None:
     records = [r for r in attnres_records() if r.tb_s]
     records[0].tb_s = 0.0014
