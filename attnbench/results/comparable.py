@@ -14,6 +14,8 @@ BOARD_SPREAD = 0.05
 CPU_SPREAD = 0.08
 """How far two runs on one CPU are taken to lie apart: other processes and clock steps move times by that much."""
 
+TOO_FEW = "5 are the least that can be judged"
+
 _POLICY = ("duty",)
 _VERSIONS = ("torch", "triton", "cuda-core")
 
@@ -78,7 +80,7 @@ def reason_against(base: Record, new: Record) -> str | None:
         if record.median_ms is None or not 0 < record.median_ms < float("inf"):
             return f"{side} has no usable time ({record.median_ms})"
         if len(record.samples_ms) < 5:
-            return f"{side} has {len(record.samples_ms)} samples; 5 are the least that can be judged"
+            return f"{side} has {len(record.samples_ms)} samples; {TOO_FEW}"
     return None
 
 

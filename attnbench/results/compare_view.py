@@ -6,6 +6,7 @@ import math
 import shlex
 from typing import Any
 
+from attnbench.results.comparable import TOO_FEW
 from attnbench.results.compare import VERDICTS, Comparison, Row, Verdict
 from attnbench.results.runs import Run
 from attnbench.results.store import to_json_text
@@ -140,6 +141,13 @@ _WHY: dict[Verdict, str] = {
 }
 
 
+def _why(comparison: Comparison, verdict: Verdict) -> str:
+    reasons = [row.reason for row in comparison.rows if row.verdict == verdict]
+    if verdict == "incomparable" and all(TOO_FEW in reason for reason in reasons):
+        return "For more samples, at each commit, with a larger `max_seconds` in the scenario's `measure:`:"
+    return _WHY[verdict]
+
+
 def as_text(comparison: Comparison, width: int | None) -> str:
     rows = _ordered(comparison.rows)
     hidden = 0
@@ -160,7 +168,7 @@ def as_text(comparison: Comparison, width: int | None) -> str:
     parts.append("")
     parts += [line for note in comparison.notes for line in wrap(f"Note: {note}.", width, "      ")]
     for verdict, command in next_commands(comparison).items():
-        parts += [_WHY[verdict], f"    {command}"]
+        parts += [*wrap(_why(comparison, verdict), width), f"    {command}"]
     parts += wrap(sentence(comparison), width)
     return "\n".join(parts)
 
@@ -182,7 +190,7 @@ def as_markdown(comparison: Comparison) -> str:
         body = markdown(columns, [[*_cells(row), row.reason] for row in same])
         parts += [f"<details><summary>{len(same)} the same</summary>", "", body, "", "</details>", ""]
     parts += [f"* {note}" for note in comparison.notes]
-    parts += [f"* {_WHY[verdict]} `{command}`" for verdict, command in next_commands(comparison).items()]
+    parts += [f"* {_why(comparison, verdict)} `{command}`" for verdict, command in next_commands(comparison).items()]
     return "\n".join(parts).rstrip()
 
 

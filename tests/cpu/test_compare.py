@@ -402,6 +402,17 @@ def test_each_verdict_names_the_next_command() -> None:
     assert commands["regressed"].startswith("attnbench run scenarios/h100.yaml --only ")
 
 
+def test_too_few_samples_ask_for_more_of_them() -> None:
+    records = some(2)
+    for record in records:
+        record.samples_ms = record.samples_ms[:4]
+    comparison = compare(run_of(some(2)), run_of(records))
+    for text in (as_text(comparison, None), as_markdown(comparison)):
+        assert "larger `max_seconds`" in text
+        assert "comparable BASE" not in text
+    assert "To get a comparable BASE" in as_text(compare(run_of(some(1)), run_of(some(1, timer="events"))), None)
+
+
 def test_markdown_and_json_hold_every_row() -> None:
     import json
 
