@@ -140,9 +140,24 @@ def attention_dq_kernel(
 
 
 @triton.jit
+def _add_product(total, low, a, b, PRECISION: tl.constexpr):
+    """total + a b. In fp32 `low` carries what each addition rounds away (Kahan's sum).
+
+    A key that 80,000 queries see adds up as many products: one chain of fp32 additions drifts by ten times the error of
+    a blocked matmul. 16-bit results round far above that, so there the product is added as it comes.
+    """
+    if b.dtype == tl.float32:
+        part = tl.dot(a, b, input_precision=PRECISION) - low
+        added = total + part
+        return added, (added - total) - part
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION), low
+
+
+@triton.jit
 def _dkv_step(
-    dk, dv, k, v, q_desc, do_desc, shift_base, delta_base, desc_batch, head, q_start, m, columns, q_len, offset,
-    scale_log2, BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, VARLEN: tl.constexpr,
+    dk, dv, dk_low, dv_low, k, v, q_desc, do_desc, shift_base, delta_base, desc_batch, head, q_start, m, columns,
+    q_len, offset, scale_log2, BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, VARLEN: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One query tile. Scores are transposed, [keys, queries], so that P and dS are register operands as they are."""
@@ -159,16 +174,16 @@ def _dkv_step(
     if MASKED and CAUSAL:
         p = tl.where(columns[:, None] <= rows[None, :] + offset, p, 0.0)
     if INTERPRETED:
-        dv = tl.dot(p, do, dv, input_precision=PRECISION)
+        dv, dv_low = _add_product(dv, dv_low, p, do, PRECISION)
     else:
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        dv, dv_low = _add_product(dv, dv_low, p.to(do.dtype), do, PRECISION)
     dp = tl.dot(v, do.T, input_precision=PRECISION)
     delta = tl.load(delta_base + rows, rows < q_len, other=0.0)
     ds = p * (dp - delta[None, :])
     if not INTERPRETED:
         ds = ds.to(q.dtype)
-    dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-    return dk, dv
+    dk, dk_low = _add_product(dk, dk_low, ds, q, PRECISION)
+    return dk, dv, dk_low, dv_low
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -216,6 +231,8 @@ def attention_dkv_kernel(
     v = load_tile(v_desc, desc_batch, kv_head, k_start + tile * BLOCK_N, BLOCK_N, DV)
     dk = tl.zeros([BLOCK_N, D], tl.float32)
     dv = tl.zeros([BLOCK_N, DV], tl.float32)
+    dk_low = tl.zeros([BLOCK_N, D] if k.dtype == tl.float32 else [1], tl.float32)
+    dv_low = tl.zeros([BLOCK_N, DV] if k.dtype == tl.float32 else [1], tl.float32)
 
     # Query tiles [begin, whole) cross the diagonal, [whole, full) need no mask, and a packed tail [full, …) needs one.
     begin = 0
@@ -237,14 +254,14 @@ def attention_dkv_kernel(
                 masked += ((full < q_len) & (begin < q_len)).to(tl.int32)
             for i in tl.range(0, masked, num_stages=STAGES):
                 m = tl.where(i < diagonal, begin + i * BLOCK_M, full)
-                dk, dv = _dkv_step(
-                    dk, dv, k, v, q_desc, do_desc, shift_ptr + row_base, delta_ptr + row_base, desc_batch, head,
-                    q_start, m, columns, q_len, offset, scale_log2, BLOCK_M, D, DV, CAUSAL, VARLEN, True, PRECISION,
+                dk, dv, dk_low, dv_low = _dkv_step(
+                    dk, dv, dk_low, dv_low, k, v, q_desc, do_desc, shift_ptr + row_base, delta_ptr + row_base, desc_batch,
+                    head, q_start, m, columns, q_len, offset, scale_log2, BLOCK_M, D, DV, CAUSAL, VARLEN, True, PRECISION,
                 )  # fmt: skip
         for m in tl.range(whole, full, BLOCK_M, num_stages=STAGES):
-            dk, dv = _dkv_step(
-                dk, dv, k, v, q_desc, do_desc, shift_ptr + row_base, delta_ptr + row_base, desc_batch, head,
-                q_start, m, columns, q_len, offset, scale_log2, BLOCK_M, D, DV, CAUSAL, VARLEN, False, PRECISION,
+            dk, dv, dk_low, dv_low = _dkv_step(
+                dk, dv, dk_low, dv_low, k, v, q_desc, do_desc, shift_ptr + row_base, delta_ptr + row_base, desc_batch,
+                head, q_start, m, columns, q_len, offset, scale_log2, BLOCK_M, D, DV, CAUSAL, VARLEN, False, PRECISION,
             )  # fmt: skip
 
     d = tl.arange(0, D)
