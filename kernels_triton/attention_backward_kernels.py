@@ -157,8 +157,8 @@ def _add_product(total, low, a, b, PRECISION: tl.constexpr):
 @triton.jit
 def _dkv_step(
     dk, dv, dk_low, dv_low, k, v, q_desc, do_desc, shift_base, delta_base, desc_batch, head, q_start, m, columns,
-    q_len, offset, scale_log2, BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, VARLEN: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    q_len, offset, scale_log2, BLOCK_M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
+    VARLEN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One query tile. Scores are transposed, [keys, queries], so that P and dS are register operands as they are."""
     rows = m + tl.arange(0, BLOCK_M)
@@ -255,13 +255,15 @@ def attention_dkv_kernel(
             for i in tl.range(0, masked, num_stages=STAGES):
                 m = tl.where(i < diagonal, begin + i * BLOCK_M, full)
                 dk, dv, dk_low, dv_low = _dkv_step(
-                    dk, dv, dk_low, dv_low, k, v, q_desc, do_desc, shift_ptr + row_base, delta_ptr + row_base, desc_batch,
-                    head, q_start, m, columns, q_len, offset, scale_log2, BLOCK_M, D, DV, CAUSAL, VARLEN, True, PRECISION,
+                    dk, dv, dk_low, dv_low, k, v, q_desc, do_desc, shift_ptr + row_base, delta_ptr + row_base,
+                    desc_batch, head, q_start, m, columns, q_len, offset, scale_log2, BLOCK_M, D, DV, CAUSAL, VARLEN, True,
+                    PRECISION,
                 )  # fmt: skip
         for m in tl.range(whole, full, BLOCK_M, num_stages=STAGES):
             dk, dv, dk_low, dv_low = _dkv_step(
-                dk, dv, dk_low, dv_low, k, v, q_desc, do_desc, shift_ptr + row_base, delta_ptr + row_base, desc_batch,
-                head, q_start, m, columns, q_len, offset, scale_log2, BLOCK_M, D, DV, CAUSAL, VARLEN, False, PRECISION,
+                dk, dv, dk_low, dv_low, k, v, q_desc, do_desc, shift_ptr + row_base, delta_ptr + row_base,
+                desc_batch, head, q_start, m, columns, q_len, offset, scale_log2, BLOCK_M, D, DV, CAUSAL, VARLEN, False,
+                PRECISION,
             )  # fmt: skip
 
     d = tl.arange(0, D)
