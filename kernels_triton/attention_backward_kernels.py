@@ -256,8 +256,8 @@ def attention_dkv_kernel(
                 m = tl.where(i < diagonal, begin + i * BLOCK_M, full)
                 dk, dv, dk_low, dv_low = _dkv_step(
                     dk, dv, dk_low, dv_low, k, v, q_desc, do_desc, shift_ptr + row_base, delta_ptr + row_base,
-                    desc_batch, head, q_start, m, columns, q_len, offset, scale_log2, BLOCK_M, D, DV, CAUSAL, VARLEN, True,
-                    PRECISION,
+                    desc_batch, head, q_start, m, columns, q_len, offset, scale_log2, BLOCK_M, D, DV, CAUSAL, VARLEN,
+                    True, PRECISION,
                 )  # fmt: skip
         for m in tl.range(whole, full, BLOCK_M, num_stages=STAGES):
             dk, dv, dk_low, dv_low = _dkv_step(
