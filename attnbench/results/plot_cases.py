@@ -167,10 +167,10 @@ def bandwidth(run: Run, records: Sequence[Record]) -> Figure:
     """TB/s over the least bytes: bars by shape, a row of panels a phase, a column a pass."""
     passes, backends = passes_of(records), by_speed(records)
     phases = sorted({r.op for r in records})
-    figure = new_figure(1.0 + 4.6 * len(passes), 1.35 + 2.5 * len(phases))
+    figure = new_figure(1.0 + 4.6 * len(passes), 1.75 + 2.6 * len(phases))
     headline(figure, RESIDUAL_TITLE, run, more=method(records))
     grid = figure.subplots(len(phases), len(passes), squeeze=False, sharey=True)
-    margins(figure, left=0.62, right=0.2, top=key_height(figure, backends), bottom=0.35, wspace=0.06, hspace=0.42)
+    margins(figure, left=0.62, right=0.2, top=key_height(figure, backends), bottom=0.75, wspace=0.06, hspace=0.6)
     ceiling = (run.info.get("ceilings") or {}).get("copy")
     unit, scale = rate_unit([r.tb_s for r in records], "TB/s")
     for i, phase in enumerate(phases):
@@ -241,5 +241,5 @@ def _bars(axes: Axes, records: Sequence[Record], backends: Sequence[str], scale:
                 fontsize=6.5,
                 color=colour(backend, backends),
             )
-    axes.set_xticks(range(len(labels)), labels)
+    axes.set_xticks(range(len(labels)), [label.replace(" ", "\n") for label in labels])  # narrow enough for any bars
     axes.set_xlim(-0.5, max(len(labels), 2) - 0.5)
