@@ -8,7 +8,7 @@ import torch
 
 from kernels_triton.attnres_common import DEFAULT_EPS, DTYPES, INTERPRET
 
-MAX_BLOCKS = 128
+MAX_BLOCKS = 64
 INT32_MAX = 2**31 - 1
 
 

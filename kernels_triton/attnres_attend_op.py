@@ -157,7 +157,7 @@ def attnres_phase1(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Batched inter-block attention of S pseudo-queries over N block representations, differentiable in both outputs.
 
-    values `[N, ..., D]` (N up to 128), queries `[S, D]`; fp32, fp16 or bf16, the two dtypes may differ; any strides.
+    values `[N, ..., D]` (N up to 64), queries `[S, D]`; fp32, fp16 or bf16, the two dtypes may differ; any strides.
     eps defaults to `torch.finfo(torch.float32).eps`.
 
     Returns:

@@ -243,7 +243,7 @@ def test_errors_name_what_is_wrong() -> None:
     x, l0 = values[0], torch.zeros(4)
     with pytest.raises(ValueError, match="queries are 8 wide and values 16"):
         kernels_triton.attnres_phase1(values, queries[:, :8])
-    with pytest.raises(ValueError, match="want 1 to 128"):
+    with pytest.raises(ValueError, match="want 1 to 64"):
         kernels_triton.attnres_phase1(values[:0], queries)
     with pytest.raises(TypeError, match=r"values is torch\.int64"):
         kernels_triton.attnres_phase1(values.long(), queries)
