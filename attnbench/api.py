@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from attnbench.errors import did_you_mean
 from kernels_triton.arguments import AttentionArgs, attention_arguments
 
 ATTENTION_BACKENDS = ("auto", "sm90", "sm90_mma", "triton", "eager")
@@ -270,4 +271,4 @@ def _residual_backend(values: torch.Tensor, backend: str) -> str:
 
 def _known(backend: str, names: tuple[str, ...]) -> None:
     if backend not in names:
-        raise ValueError(f"unknown backend {backend!r}: want one of {', '.join(names)}")
+        raise ValueError(f"unknown backend {backend!r}: want one of {', '.join(names)}.{did_you_mean(backend, names)}")

@@ -13,6 +13,7 @@ import torch
 
 from kernels_native import sm90_backward, sm90_forward, sm90_mma
 from kernels_triton.arguments import AttentionArgs, attention_arguments
+from kernels_triton.second_order import refuse_second_order
 
 KERNELS = ("sm90", "sm90_mma")
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -169,6 +170,9 @@ def _(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+refuse_second_order(_backward_op, 'attnbench.attention(..., backend="eager")')
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

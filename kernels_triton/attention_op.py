@@ -14,6 +14,7 @@ from kernels_triton import attention_launch as launch
 from kernels_triton.arguments import AttentionArgs, attention_arguments, resolved
 from kernels_triton.attention_config import TileConfig, candidates, choose, config_for, config_key, record, tuned
 from kernels_triton.attention_tiles import INTERPRETED
+from kernels_triton.second_order import refuse_second_order
 
 
 def attention_unsupported(
@@ -141,6 +142,9 @@ def _(
         k.new_empty(k.shape if needs_dk else (0,)),
         v.new_empty(v.shape if needs_dv else (0,)),
     )
+
+
+refuse_second_order(_backward_op, 'attnbench.attention(..., backend="eager")')
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ from kernels_triton import attnres_attend_backward as attend_backward
 from kernels_triton import attnres_attend_forward as attend_forward
 from kernels_triton.attnres_arguments import check_eps, check_gradient, check_phase1, gradient_buffer
 from kernels_triton.attnres_common import blocks_of, dense, on_device_of
+from kernels_triton.second_order import refuse_second_order
 
 Gradient = torch.Tensor | None
 MAX_QUERIES = 64  # of one launch
@@ -131,6 +132,9 @@ def _(
     rstd: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return values.new_empty(values.shape), queries.new_empty(queries.shape)
+
+
+refuse_second_order(_phase1_backward_op, 'attnbench.attnres_phase1(..., backend="eager")')
 
 
 def _phase1_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -13,6 +13,7 @@ import torch
 from kernels_triton import attnres_merge as merge
 from kernels_triton.attnres_arguments import check_eps, check_gradient, check_phase2, gradient_buffer
 from kernels_triton.attnres_common import dense, on_device_of, rows_of
+from kernels_triton.second_order import refuse_second_order
 
 Gradient = torch.Tensor | None
 
@@ -97,6 +98,9 @@ def _(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return _new_gradients(partial_sum, query, inter_out, inter_lse)
+
+
+refuse_second_order(_phase2_backward_op, 'attnbench.attnres_phase2(..., backend="eager")')
 
 
 def _new_gradients(

@@ -130,3 +130,31 @@ def test_residual_phases_on_the_cpu() -> None:
     merged, merged_lse = attnbench.attnres_phase2(torch.randn(4, 5, 8), queries[0], out[0], lse[0])
     assert merged.shape == (4, 5, 8)
     assert (merged_lse >= lse[0]).all()
+
+
+def test_second_derivatives_are_refused_in_words() -> None:
+    q = torch.randn(1, 8, 1, 16, requires_grad=True)
+    out = attnbench.attention(q, q, q, backend="triton")
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        dq.sum().backward()
+
+
+def test_second_derivatives_of_eager_are_right() -> None:
+    q = torch.randn(1, 5, 1, 8, dtype=torch.float32, requires_grad=True)
+    k, v = torch.randn(2, 1, 5, 1, 8).unbind(0)
+
+    def grad_norm(x: torch.Tensor) -> torch.Tensor:
+        (d,) = torch.autograd.grad(attnbench.attention(x, k, v, backend="eager").square().sum(), x, create_graph=True)
+        return d.square().sum()
+
+    (second,) = torch.autograd.grad(grad_norm(q), q)
+    step = 1e-2 * torch.randn_like(q)
+    moved = (grad_norm((q + step).detach().requires_grad_()) - grad_norm((q - step).detach().requires_grad_())) / 2
+    assert torch.isclose((second * step).sum(), moved, rtol=5e-2, atol=1e-6)
+
+
+def test_a_misspelt_backend_names_the_nearest() -> None:
+    q = torch.randn(1, 8, 1, 16)
+    with pytest.raises(ValueError, match="Did you mean 'triton'"):
+        attnbench.attention(q, q, q, backend="trton")
