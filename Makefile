@@ -7,7 +7,7 @@ SCENARIO ?= scenarios/smoke.yaml
 WORKERS  ?= auto
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-gpu check lint format build schema clean
+.PHONY: help setup run test test-gpu check lint format build sanitize schema clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ format: $(READY) ## Format Python and CUDA sources
 
 build: $(READY) ## Compile every native kernel ahead of time (needs no GPU)
 	$(BIN)/attnbench build
+
+sanitize: $(READY) ## Run the native kernels under compute-sanitizer (needs a Hopper GPU and the tool on PATH)
+	for tool in memcheck racecheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python tests/gpu/sanitizer_cases.py || exit 1; done
 
 schema: $(READY) ## Regenerate the scenario JSON Schema
 	$(BIN)/attnbench schema > attnbench/scenario/scenario.schema.json
