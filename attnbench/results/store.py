@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,8 @@ from attnbench.results.runs import CASES_FILE, RUN_FILE, Run, find_resumable, fi
 
 __all__ = ["RunWriter", "find_resumable", "find_run", "find_runs", "read_run", "utc_now"]
 
+FILE_NAMES = sys.getfilesystemencoding()
+
 
 def utc_now() -> str:
     """Now in UTC, ISO 8601 with seconds: `2026-12-01T02:30:00Z`."""
@@ -30,21 +33,33 @@ def utc_now() -> str:
 
 def safe_name(text: str) -> str:
     """`text` as one harmless path component: word characters of any script, dots and dashes, at most 100 bytes."""
-    name = re.sub(r"[^\w.-]+", "-", text).strip("-.")
+    # Under an ASCII locale (PYTHONUTF8=0) no folder can have a name of other letters.
+    encodable = text.encode(FILE_NAMES, errors="replace").decode(FILE_NAMES)
+    name = re.sub(r"[^\w.-]+", "-", encodable).strip("-.")
     return name.encode()[:100].decode(errors="ignore") or "run"
+
+
+def _text(value: str) -> str:
+    """`value` without the surrogates that stand for bytes of a path which are no UTF-8 (PEP 383)."""
+    try:
+        return value.encode(errors="surrogateescape").decode(errors="replace")
+    except UnicodeEncodeError:  # a surrogate that no byte stands for
+        return value.encode(errors="replace").decode()
 
 
 def _plain(value: Any) -> Any:
     """JSON-ready: numpy scalars unwrapped, and NaN and infinities as strings, for which JSON has no number."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
+    if isinstance(value, str):
+        return _text(value)
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     if isinstance(value, Path):
         return str(value)
-    if hasattr(value, "item") and not isinstance(value, str | bytes):
+    if hasattr(value, "item") and not isinstance(value, bytes):
         return _plain(value.item())
     return value
 

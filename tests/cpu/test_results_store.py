@@ -74,6 +74,20 @@ def test_safe_name_keeps_letters_of_any_script() -> None:
     assert safe_name("été 名前/../x") == "été-名前-..-x"
 
 
+def test_safe_name_is_one_that_the_locale_can_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnbench.results.store.FILE_NAMES", "ascii")
+    assert safe_name("größe-測 1") == "gr-e--1"
+    assert safe_name("測") == "run"
+
+
+def test_paths_that_are_no_utf8_are_stored_readably(tmp_path: Path) -> None:
+    info = INFO | {"command": ["run", os.fsdecode(b"gr\xf6\xdfe.yaml")], "scenario_file": "lone \ud800"}
+    folder = RunWriter(tmp_path, info).folder
+    stored = read_run(folder).info
+    assert stored["command"] == ["run", "gr\ufffd\ufffde.yaml"]
+    assert stored["scenario_file"] == "lone ?"
+
+
 def test_an_unwritable_results_folder_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write .*--out"):
