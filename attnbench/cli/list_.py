@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,10 +149,13 @@ def scenarios(folder: Path | None = None) -> Table:
 
 def runs(results: Path) -> Table:
     rows = []
-    for run in find_runs(results):
+    unreadable: list[str] = []
+    for run in find_runs(results, unreadable):
         commit = f"{str(run.commit)[:10]}{' + changes' if run.dirty else ''}" if run.commit else ""
         where = str(run.gpu.get("name") or "CPU")
         rows.append((str(run.folder), run.scenario, commit, where, _count(run)))
+    for message in unreadable:
+        print(f"attnbench list: not listed: {message}", file=sys.stderr)
     return ("run", "scenario", "commit", "on", "rows"), rows
 
 

@@ -164,16 +164,17 @@ def _with_records(run: Run) -> Run:
     return run
 
 
-def find_runs(results: Path | str) -> list[Run]:
-    """Every run under the results folder, newest first; folders that hold no readable run are left out."""
+def find_runs(results: Path | str, unreadable: list[str] | None = None) -> list[Run]:
+    """Every run under the results folder, newest first. What cannot be read is left out, and told in `unreadable`."""
     root = Path(results)
     runs = []
     for depth in ("*", "*/*", "*/*/*"):
         for path in root.glob(f"{depth}/{RUN_FILE}"):
             try:
                 runs.append(read_head(path.parent))
-            except UserError:
-                continue
+            except UserError as error:
+                if unreadable is not None:
+                    unreadable.append(str(error))
     return sorted(runs, key=lambda run: (str(run.info.get("started_at", "")), run.name), reverse=True)
 
 

@@ -216,6 +216,20 @@ def test_list_of_a_broken_scenario_points_to_validate(tmp_path: Path) -> None:
     assert "attnbench validate" in scenarios(tmp_path)[1][0][1]
 
 
+def test_a_run_of_a_newer_attnbench_is_named_where_runs_are_listed(results: Path) -> None:
+    newest = max(results.glob("*/run.json"))
+    newest.write_text(json.dumps(json.loads(newest.read_text()) | {"version": 99}))
+    done = attnbench("list", "runs", "--results", str(results), "--format", "json")
+    assert done.returncode == 0
+    assert newest.parent.name not in done.stdout
+    assert "not listed" in done.stderr
+    assert "format 99 is newer" in done.stderr
+    assert len(json.loads(done.stdout)) == len(list(results.glob("*/run.json"))) - 1
+    refused = attnbench("compare", str(newest.parent), str(newest.parent))
+    assert refused.returncode == 2
+    assert "format 99 is newer" in refused.stderr
+
+
 def test_clean_empties_its_own_caches_only(tmp_path: Path) -> None:
     native, other = tmp_path / "cache" / "native", tmp_path / "cache" / "precious"
     for folder in (native, other, tmp_path / "triton"):
