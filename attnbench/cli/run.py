@@ -78,7 +78,7 @@ def _sweep(
     writer = RunWriter(out, info, resume=earlier)
     print(f"{sum(len(row.passes) for job in jobs for row in job.rows)} rows, into {writer.folder}", file=sys.stderr)
     try:
-        if jobs:
+        if jobs and plan.measure.ceilings:
             jobs, found = sweep.with_ceilings(supervisor, jobs)
             if found:
                 trust = supervisor.crosscheck()

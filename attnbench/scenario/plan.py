@@ -30,6 +30,8 @@ class MeasurePolicy:
     """A case that takes longer than this, building and checking included, is ended as `timeout`."""
     passes: tuple[Pass, ...] = ("forward", "backward")
     """Passes that are timed where a case does not name its own."""
+    ceilings: bool = True
+    """Also measure the board's ceilings and cross-check its clocks, once at the start of the run."""
 
 
 @dataclass(frozen=True)
