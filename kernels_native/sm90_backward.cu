@@ -382,7 +382,7 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, const
     wgmma_commit();
     wgmma_wait<1>();
     registers_fence(dv);
-    if (leader) mbarrier_arrive(smem_address(&control.do_empty[stage]));
+    mbarrier_arrive_warp(smem_address(&control.do_empty[stage]), leader);
     wgmma_fence();
     issue_keys(dk, ds, wgmma_mn_major(q_tile, kQPanel));
     wgmma_commit();
@@ -396,10 +396,10 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, const
                    : "memory");
     fence_async_proxy();
     __syncwarp();
-    if (leader) mbarrier_arrive(dq_full);
+    mbarrier_arrive_warp(dq_full, leader);
     wgmma_wait<0>();
     registers_fence(dk);
-    if (leader) mbarrier_arrive(smem_address(&control.q_empty[stage]));
+    mbarrier_arrive_warp(smem_address(&control.q_empty[stage]), leader);
     row += kBlockM;
     if (row == w.end_row) row = w.first_row;
   }
@@ -457,9 +457,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_backward(const __
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(smem_address(&control.q_full[i]), 1);
       mbarrier_init(smem_address(&control.do_full[i]), 1);
-      mbarrier_init(smem_address(&control.q_empty[i]), 8);
-      mbarrier_init(smem_address(&control.do_empty[i]), 8);
-      mbarrier_init(smem_address(&control.dq_full[i]), 4);
+      mbarrier_init(smem_address(&control.q_empty[i]), 8 * kWarpArrivals);
+      mbarrier_init(smem_address(&control.do_empty[i]), 8 * kWarpArrivals);
+      mbarrier_init(smem_address(&control.dq_full[i]), 4 * kWarpArrivals);
       mbarrier_init(smem_address(&control.dq_empty[i]), 1);
     }
     mbarrier_init_fence();
