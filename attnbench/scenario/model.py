@@ -178,7 +178,7 @@ class Measure(_Model):
     duty: Literal["sustained", "burst"] = MeasurePolicy.duty
     """`sustained`: after the median has settled under back-to-back work; `burst`: a few calls from idle."""
     ceilings: bool = MeasurePolicy.ceilings
-    """Also measure the board's ceilings and cross-check its clocks, once at the start of the run: about five seconds."""
+    """Also measure the board's ceilings and cross-check its clocks at the start of the run: about five seconds."""
     timeout_seconds: Annotated[float, Field(gt=0, le=86_400)] = MeasurePolicy.timeout_seconds
     """A case that takes longer than this, building and checking included, ends as `timeout`."""
     passes: Passes = Field(default=list(MeasurePolicy.passes))
