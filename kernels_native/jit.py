@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
 import time
 from dataclasses import dataclass, field
@@ -108,18 +109,31 @@ def _header_digest() -> bytes:
     return digest.digest()
 
 
+def extra_defines() -> tuple[str, ...]:
+    """NVRTC options of the macros in `$ATTNBENCH_NVRTC_DEFINES`, such as `NAME OTHER=2`: for every kernel built.
+
+    Raises:
+        BuildFailed: a word is not `NAME` or `NAME=VALUE`.
+    """
+    words = os.environ.get("ATTNBENCH_NVRTC_DEFINES", "").split()
+    for word in words:
+        if not re.fullmatch(r"[A-Za-z_]\w*(=\S*)?", word):
+            raise BuildFailed(f"ATTNBENCH_NVRTC_DEFINES has {word!r}: want NAME or NAME=VALUE, apart by spaces")
+    return tuple(f"-D{word}" for word in words)
+
+
 def cache_key(specialisation: Specialisation) -> str:
     """Hash of the source, every shared header, the template arguments, the options and the compiler's version.
 
     Raises:
-        BuildFailed: the source file cannot be read.
+        BuildFailed: the source file cannot be read, or `extra_defines` refuses.
     """
     digest = hashlib.sha256(_header_digest())
     try:
         digest.update(specialisation.path.read_bytes())
     except OSError as error:
         raise BuildFailed(f"{specialisation.path}: {error.strerror}: the kernel's source cannot be read") from None
-    for text in (specialisation.expression, *FLAGS, *specialisation.options, compiler_version()):
+    for text in (specialisation.expression, *FLAGS, *specialisation.options, *extra_defines(), compiler_version()):
         digest.update(b"\0" + text.encode())
     return f"{specialisation.path.stem}-{digest.hexdigest()[:24]}"
 
@@ -152,6 +166,7 @@ def build(specialisation: Specialisation, *, force: bool = False) -> Built:
             "symbol": symbol,
             "seconds": round(time.perf_counter() - start, 3),
             "compiler": compiler_version(),
+            "defines": list(extra_defines()),
             "log": log,
         }
         # Stored even where it will be judged a failure: the log must be there to be read.
@@ -170,7 +185,8 @@ def _compile(specialisation: Specialisation) -> tuple[bytes, str, str]:
         return text.rstrip(b"\0 ").decode(errors="replace")
 
     source = specialisation.path
-    options = [*FLAGS, f"-I{INCLUDE}", f"-I{source.parent}", "--ptxas-options=-v", *specialisation.options]
+    include = (f"-I{INCLUDE}", f"-I{source.parent}")
+    options = [*FLAGS, *include, "--ptxas-options=-v", *specialisation.options, *extra_defines()]
     error, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], [])
     if int(error) != 0:
         raise BuildFailed(f"{specialisation.name}: NVRTC made no program ({error})")

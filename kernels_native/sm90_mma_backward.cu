@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
     mbarrier_init(kv_full, 1);
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(full + 8 * i, 1);
-      mbarrier_init(empty + 8 * i, WARPS);
-      mbarrier_init(ds_full + 8 * i, WARPS);
+      mbarrier_init(empty + 8 * i, WARPS * kWarpArrivals);
+      mbarrier_init(ds_full + 8 * i, WARPS * kWarpArrivals);
     }
     mbarrier_init_fence();
   }
@@ -329,7 +329,7 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
         stmatrix((ds_at ^ (k * 32)) + m * 2048, ds[k][m][0], ds[k][m][1], ds[k][m][2], ds[k][m][3]);
     }
     named_barrier_sync(1 + pair, 64);
-    if (lane == 0) mbarrier_arrive(ds_full + 8 * stage);
+    if (kWarpArrivals > 1 || lane == 0) mbarrier_arrive(ds_full + 8 * stage);
 
 #pragma unroll
     for (int k = 0; k < 2; ++k) accumulate(dk, ds[k], q_tile, side * 32 + k * 16);
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(2 * BN, 1) attention_backward(const __grid_con
       accumulate(dk, a, q_tile, other * 32 + k * 16);
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty + 8 * stage);
+    if (kWarpArrivals > 1 || lane == 0) mbarrier_arrive(empty + 8 * stage);
 
     // dQ of this tile: 32 queries x D / WARPS_D columns a warp, over all keys of the block.
     mbarrier_wait(ds_full + 8 * stage, parity);

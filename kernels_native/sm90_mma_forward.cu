@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(k_full + 8 * i, 1);
       mbarrier_init(v_full + 8 * i, 1);
-      mbarrier_init(k_empty + 8 * i, WARPS);
-      mbarrier_init(v_empty + 8 * i, WARPS);
+      mbarrier_init(k_empty + 8 * i, WARPS * kWarpArrivals);
+      mbarrier_init(v_empty + 8 * i, WARPS * kWarpArrivals);
     }
     mbarrier_init_fence();
     where.q_start = s.q_start;
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
       }
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(k_empty + 8 * stage);
+    if (kWarpArrivals > 1 || lane == 0) mbarrier_arrive(k_empty + 8 * stage);
     // The previous tile's values have been read by every warp long ago, or soon will have been.
     if (threadIdx.x == 0 && i > 0 && i + 1 < blocks) {
       mbarrier_wait(v_empty + 8 * (stage ^ 1), ((i - 1) >> 1) & 1);
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
       }
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(v_empty + 8 * stage);
+    if (kWarpArrivals > 1 || lane == 0) mbarrier_arrive(v_empty + 8 * stage);
     if (threadIdx.x == 0 && i + 2 < blocks) {
       mbarrier_wait(k_empty + 8 * stage, parity);
       load(p.k, k_tiles, k_full, i + 2);

@@ -87,6 +87,22 @@ def test_key_depends_on_source_headers_and_compiler(fill: Specialisation, monkey
     assert len(keys) == 4
 
 
+def test_macros_of_the_environment_are_built_in_and_enter_the_key(
+    fill: Specialisation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill.path.write_text(SOURCE.replace("= N", "= N + ADDED"))
+    with pytest.raises(BuildFailed, match="ADDED"):
+        build(fill)
+    keys = set()
+    for words in ("ADDED=1", " ADDED=2  OTHER "):
+        monkeypatch.setenv("ATTNBENCH_NVRTC_DEFINES", words)
+        keys.add(build(fill).key)
+    assert len(keys) == 2
+    monkeypatch.setenv("ATTNBENCH_NVRTC_DEFINES", "-DADDED=1")
+    with pytest.raises(BuildFailed, match=r"'-DADDED=1': want NAME or NAME=VALUE"):
+        build(fill)
+
+
 def test_every_header_enters_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(jit, "INCLUDE", tmp_path)
     (tmp_path / "a.cuh").write_text("1")

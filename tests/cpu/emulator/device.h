@@ -111,6 +111,7 @@ inline void settle(Transactions& b) {
   }
 }
 inline void mbarrier_init(u32 barrier, u32 arrivals) { mbarriers[barrier] = {(int)arrivals, (int)arrivals, 0, 0}; }
+constexpr u32 kWarpArrivals = 1;
 inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(u32 barrier) {
   Transactions& b = mbarriers.at(barrier);
