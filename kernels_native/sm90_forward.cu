@@ -387,7 +387,7 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
 #if CLUSTER > 1
     if (lane < CLUSTER) mbarrier_arrive_cluster(smem_address(&empty), lane);
 #else
-    if (lane == 0) mbarrier_arrive(smem_address(&empty));
+    mbarrier_arrive_warp(smem_address(&empty), lane == 0);
 #endif
   };
   const auto release_k = [&](int i) { release(control.k_empty[i % STAGES]); };
@@ -646,11 +646,12 @@ extern "C" __global__ void ATTN_CLUSTER __launch_bounds__(kThreads, 1) sm90_forw
       mbarrier_init(smem_address(&control.q_full[i]), 1);
       mbarrier_init(smem_address(&control.q_empty[i]), WARPGROUPS);
     }
+    constexpr int kReaders = 4 * WARPGROUPS * (CLUSTER > 1 ? CLUSTER : kWarpArrivals);
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(smem_address(&control.k_full[i]), 1);
       mbarrier_init(smem_address(&control.v_full[i]), 1);
-      mbarrier_init(smem_address(&control.k_empty[i]), 4 * WARPGROUPS * CLUSTER);
-      mbarrier_init(smem_address(&control.v_empty[i]), 4 * WARPGROUPS * CLUSTER);
+      mbarrier_init(smem_address(&control.k_empty[i]), kReaders);
+      mbarrier_init(smem_address(&control.v_empty[i]), kReaders);
     }
     mbarrier_init_fence();
   }
