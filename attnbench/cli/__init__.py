@@ -164,6 +164,19 @@ def _plot(
     _call("plot", run=run, out=out, format=format, results=results)
 
 
+@app.command("report")
+def _report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name, or a git commit.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Default: report.html in the run's folder; md goes to stdout.")
+    ] = None,
+    format: Annotated[Literal["html", "md"], typer.Option("--format", "-f", help="A page, or Markdown.")] = "html",
+    results: ResultsOption = RESULTS,
+) -> None:
+    """Write a run as one page that needs no network, or as Markdown for a pull request."""
+    _call("report", run=run, out=out, format=format, results=results)
+
+
 @app.command("list")
 def _list(
     what: Annotated[

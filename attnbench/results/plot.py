@@ -44,6 +44,12 @@ def plot_run(run: Run, out: Path | None = None, format: str = "png") -> list[Pat
     Raises:
         UserError: the folder cannot be written.
     """
+    folder = out or run.folder / "plots"
+    return [_save(figure, folder / f"{name}.{format}") for name, figure in run_figures(run)]
+
+
+def run_figures(run: Run) -> list[tuple[str, Figure]]:
+    """Every figure that the run's timed rows allow, by a name for its file."""
     records = [r for r in run.records.values() if r.median_ms and r.outcome == "ok"]
     attention = [r for r in records if r.op == "attention"]
     figures: list[tuple[str, Figure]] = []
@@ -59,8 +65,7 @@ def plot_run(run: Run, out: Path | None = None, format: str = "png") -> list[Pat
     if residual:
         few = len({(r.op, r.label) for r in residual}) <= MOST_BARS
         figures.append(("bandwidth-attnres", bandwidth(run, residual) if few else bandwidth_dots(run, residual)))
-    folder = out or run.folder / "plots"
-    return [_save(figure, folder / f"{name}.{format}") for name, figure in figures]
+    return figures
 
 
 def _save(figure: Figure, path: Path) -> Path:

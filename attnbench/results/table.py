@@ -29,7 +29,7 @@ REFERENCES = ("eager", "compile", "sdpa_flash", "sdpa_cudnn", "flex", "fa4", "fa
 """Backends that others are measured against. Every other one (ours, and a user's own) is a subject of sentences."""
 
 Figures = dict[str, Any]
-_COLUMNS: tuple[tuple[str, Column], ...] = (
+COLUMNS: tuple[tuple[str, Column], ...] = (
     ("case", Column("case")),
     ("backend", Column("backend")),
     ("pass", Column("pass")),
@@ -51,12 +51,17 @@ _EXTRA = ("case_id", "op", "ci_low_ms", "ci_high_ms", "samples", "baseline", "ti
 _EXTRA_END = ("energy_j", "peak_bytes", "ran_by", "reason")
 
 
-def figures(records: Iterable[Record]) -> list[Figures]:
-    """The table's figures, raw: one dictionary a record, cases in order of appearance and passes together."""
+def ordered(records: Iterable[Record]) -> list[Record]:
+    """Cases in order of appearance, and the passes of each together."""
     rows = list(records)
     cases = {case_id: i for i, case_id in enumerate(dict.fromkeys(r.case_id for r in rows))}
     passes = {which: i for i, which in enumerate(("check", "forward", "backward", "forward_backward"))}
-    rows.sort(key=lambda r: (cases[r.case_id], passes.get(r.pass_, 9)))
+    return sorted(rows, key=lambda r: (cases[r.case_id], passes.get(r.pass_, 9)))
+
+
+def figures(records: Iterable[Record]) -> list[Figures]:
+    """The table's figures, raw: one dictionary a record, in the order of `ordered`."""
+    rows = ordered(records)
     eager = {(r.case_id, r.pass_): r.median_ms for r in rows if r.backend == "eager"}
     return [_figures(record, eager.get((record.case_id, record.pass_))) for record in rows]
 
@@ -103,7 +108,8 @@ def _figures(r: Record, eager_ms: float | None) -> Figures:
     }
 
 
-def _cell(name: str, row: Figures, scales: dict[str, float]) -> str:
+def cell(name: str, row: Figures, scales: dict[str, float]) -> str:
+    """One figure as the table shows it; `scales` has the factors of `rate_unit` by column."""
     value = row[name]
     if value is None:
         return ""
@@ -131,7 +137,7 @@ def _cell(name: str, row: Figures, scales: dict[str, float]) -> str:
 
 def _remark(row: Figures, *, flags: bool) -> str:
     ran_by = f"ran by {row['ran_by']}" if row["ran_by"] else ""
-    return ", ".join(part for part in (_cell("flags", row, {}) if flags else "", ran_by, row["reason"]) if part)
+    return ", ".join(part for part in (cell("flags", row, {}) if flags else "", ran_by, row["reason"]) if part)
 
 
 def as_table(records: Iterable[Record], format: str = "table") -> str:
@@ -140,15 +146,15 @@ def as_table(records: Iterable[Record], format: str = "table") -> str:
     if format == "json":
         return to_json_text(rows, indent=2)
     if format == "csv":
-        names = ["case_id", "op", *(name for name, _ in _COLUMNS), *_EXTRA[2:], *_EXTRA_END]
+        names = ["case_id", "op", *(name for name, _ in COLUMNS), *_EXTRA[2:], *_EXTRA_END]
         return comma_separated(names, [[row[name] for name in names] for row in rows])
     scales, columns = {}, []
-    for name, column in _COLUMNS:
+    for name, column in COLUMNS:
         if name in ("tflops", "tb_s"):
             unit, scales[name] = rate_unit([row[name] for row in rows], column.title)
             column = replace(column, title=unit)
         columns.append(column)
-    cells = [[_cell(name, row, scales) for name, _ in _COLUMNS] for row in rows]
+    cells = [[cell(name, row, scales) for name, _ in COLUMNS] for row in rows]
     if format == "md":
         used = [i for i in range(len(columns)) if any(row[i] for row in cells)]
         body = [[*(line[i] for i in used), _remark(row, flags=False)] for line, row in zip(cells, rows, strict=True)]
