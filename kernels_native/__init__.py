@@ -17,7 +17,7 @@ _HOME = {
     "attention": "attention_op",
     "attention_backward": "attention_op",
     "attention_forward": "attention_op",
-    "attention_unsupported": "attention_op",
+    "attention_unsupported": "attention_checks",
     "build": "jit",
     "cached_files": "cache",
     "clear_cache": "cache",

@@ -6,56 +6,14 @@ sequences and rows beyond `cu_seqlens[-1]` are legal. Out and lse are both diffe
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 from kernels_native import sm90_backward, sm90_forward, sm90_mma
-from kernels_triton.arguments import AttentionArgs, attention_arguments
+from kernels_native.attention_checks import check, checked_scale
+from kernels_triton.arguments import attention_arguments
 from kernels_triton.second_order import refuse_second_order
-
-KERNELS = ("sm90", "sm90_mma")
-_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-
-
-@functools.cache
-def attention_unsupported(
-    kernel: str,
-    *,
-    dtype: torch.dtype | str,
-    head_dim: int,
-    value_head_dim: int,
-    heads: int,
-    kv_heads: int,
-    causal: bool = False,
-    varlen: bool = False,
-    deterministic: bool = False,
-    requires_grad: bool = False,
-) -> str | None:
-    """Why `kernel` ("sm90" or "sm90_mma") cannot take such a call, or None. Needs no GPU.
-
-    Raises:
-        ValueError: there is no such kernel.
-    """
-    del causal, varlen, deterministic
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel is {kernel!r}: want 'sm90' or 'sm90_mma'")
-    name = dtype if isinstance(dtype, str) else _DTYPES.get(dtype, str(dtype))
-    if name not in ("fp16", "bf16"):
-        return f"{kernel} takes fp16 and bf16, not {name}"
-    most = sm90_forward.HEAD_DIMS[-1] if kernel == "sm90" else sm90_mma.HEAD_DIMS[-1]
-    for what, dim in (("head_dim", head_dim), ("value_head_dim", value_head_dim)):
-        if dim <= 0 or dim % 8 or dim > most:
-            return f"{kernel} takes a {what} that is a multiple of 8 up to {most}, not {dim}"
-    if kv_heads <= 0 or heads % kv_heads:
-        return f"{kernel} takes kv_heads that divide heads, not {kv_heads} and {heads}"
-    most = sm90_backward.HEAD_DIMS[-1]
-    if kernel == "sm90" and requires_grad and max(head_dim, value_head_dim) > most:
-        return f"the backward of sm90 takes head dims up to {most}, not {max(head_dim, value_head_dim)}"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-        return f"{kernel} needs compute capability 9.0 (H100, H200), this GPU is of another"
-    return None
 
 
 def _forward(
@@ -194,41 +152,6 @@ def _autograd(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
 _forward_op.register_autograd(_autograd, setup_context=_setup_context)
 
 
-@torch.compiler.assume_constant_result
-def _reason(
-    kernel: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_head_dim: int,
-    heads: int,
-    kv_heads: int,
-    requires_grad: bool,
-) -> str | None:
-    """Dynamo takes the answer for a constant, so that no graph breaks on it."""
-    return attention_unsupported(
-        kernel,
-        dtype=dtype,
-        head_dim=head_dim,
-        value_head_dim=value_head_dim,
-        heads=heads,
-        kv_heads=kv_heads,
-        requires_grad=requires_grad,
-    )
-
-
-def _check(kernel: str, args: AttentionArgs, requires_grad: bool) -> None:
-    sizes = args.head_dim, args.value_head_dim, args.heads, args.kv_heads
-    reason = _reason(kernel, args.q.dtype, *sizes, requires_grad)
-    if reason:
-        raise ValueError(f"{reason}; backend='triton' takes more")
-    if args.q.device.type != "cuda":
-        raise ValueError(f"q is on {args.q.device}: want CUDA tensors (backend='eager' takes others)")
-
-
-_checked_scales: dict[tuple[Any, ...], float] = {}
-_MOST = 4096
-
-
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -261,35 +184,21 @@ def attention(
         BuildFailed: the kernel did not build or load.
     """
     requires_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    tracing = torch.compiler.is_compiling()
-    call: tuple[Any, ...] | None = None
-    if not validate and not tracing and cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None:
-        # What the checks of a dense call look at: a call that passed them once passes them again.
-        tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-        call = (tensors, type(causal), softmax_scale, type(softmax_scale), kernel, requires_grad)
-    scale = None if call is None else _checked_scales.get(call)
-    if scale is None:
-        packed = cu_seqlens_q is not None
-        args = attention_arguments(
-            q,
-            k,
-            v,
-            causal=causal,
-            softmax_scale=softmax_scale,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            # These kernels find the sequences on the device; without `validate` a missing maximum costs no wait.
-            max_seqlen_q=0 if packed and max_seqlen_q is None and not validate else max_seqlen_q,
-            max_seqlen_k=0 if packed and max_seqlen_k is None and not validate else max_seqlen_k,
-            validate=validate,
-        )
-        _check(kernel, args, requires_grad)
-        scale = args.softmax_scale
-        if call is not None:
-            if len(_checked_scales) >= _MOST:
-                _checked_scales.clear()
-            _checked_scales[call] = scale
-    if requires_grad or tracing:
+    scale = checked_scale(
+        q,
+        k,
+        v,
+        causal,
+        softmax_scale,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        validate,
+        kernel,
+        requires_grad,
+    )
+    if requires_grad or torch.compiler.is_compiling():
         out, lse = _forward_op(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, kernel, deterministic)
     else:
         # The dispatcher would cost more than the rest of the host's work.
@@ -298,12 +207,24 @@ def attention(
 
 
 def attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, kernel: str = "sm90", **options: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    validate: bool = False,
+    kernel: str = "sm90",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) without autograd: the kernel's own entry point. Options are those of `attention_arguments`."""
-    args = attention_arguments(q, k, v, **options)
-    _check(kernel, args, False)
-    return _forward(q, k, v, args.cu_seqlens_q, args.cu_seqlens_k, args.causal, args.softmax_scale, kernel)
+    """(out, lse) without autograd: the kernel's own entry point. Arguments are those of `attention`."""
+    most = max_seqlen_q, max_seqlen_k
+    cu = cu_seqlens_q, cu_seqlens_k
+    scale = checked_scale(q, k, v, causal, softmax_scale, *cu, *most, validate, kernel, False)
+    return _forward(q, k, v, *cu, causal, scale, kernel)
 
 
 def attention_backward(
@@ -325,7 +246,7 @@ def attention_backward(
     `attention_arguments`.
     """
     args = attention_arguments(q, k, v, **options)
-    _check(kernel, args, True)
+    check(kernel, args, True)
     for name, gradient, like in (("dout", dout, out), ("dlse", dlse, lse)):
         if gradient is not None and gradient.shape != like.shape:
             raise ValueError(f"{name} has shape {list(gradient.shape)}: want {list(like.shape)}")

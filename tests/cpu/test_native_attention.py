@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernels_native
-from kernels_native import attention_op, launch, sm90_mma, tensor_map
+from kernels_native import attention_checks, attention_op, launch, sm90_mma, tensor_map
 
 CALL: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "value_head_dim": 128, "heads": 8, "kv_heads": 2}
 
@@ -200,8 +200,8 @@ def test_parameters_are_passed_whole() -> None:
 
 def test_a_checked_call_is_not_checked_again_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(attention_op, "_checked_scales", {})
-    monkeypatch.setattr(attention_op, "_check", lambda *_: calls.append(1))
+    monkeypatch.setattr(attention_checks, "_checked_scales", {})
+    monkeypatch.setattr(attention_checks, "check", lambda *_: calls.append(1))
     monkeypatch.setattr(attention_op, "_forward", lambda q, *_: (q, q))
     q, k, v = inputs()
     for _ in range(3):
@@ -215,3 +215,33 @@ def test_a_checked_call_is_not_checked_again_and_others_are(monkeypatch: pytest.
         kernels_native.attention(q, k, v, kernel="sm90_mma", causal=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="packed"):
         kernels_native.attention(q, k, v, kernel="sm90_mma", cu_seqlens_k=torch.zeros(2, dtype=torch.int32))
+
+
+def test_packed_calls_are_checked_once_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(attention_checks, "_checked_scales", {})
+    monkeypatch.setattr(attention_checks, "check", lambda *_: calls.append(1))
+    monkeypatch.setattr(attention_op, "_forward", lambda q, *_: (q, q))
+    q, k, v = (x[0] for x in inputs())
+    cu = torch.tensor([0, 2, q.shape[0]], dtype=torch.int32)
+
+    def call(cu_q: Any = cu, cu_k: Any = cu, **most: Any) -> None:
+        kernels_native.attention(q, k, v, kernel="sm90_mma", cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **most)
+        kernels_native.attention_forward(q, k, v, kernel="sm90_mma", cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **most)
+
+    call()
+    call(max_seqlen_q=3, max_seqlen_k=3)
+    call(cu + 0, max_seqlen_q=5, max_seqlen_k=1)
+    assert len(calls) == 1
+    call(cu[1:], cu[1:])
+    assert len(calls) == 2
+    for wrong, error, words in (
+        ({"cu_q": cu.long()}, TypeError, "int64"),
+        ({"cu_q": cu[::2]}, ValueError, "entries|contiguous"),
+        ({"cu_q": [0, 1, 2]}, TypeError, "list"),
+        ({"cu_q": None}, ValueError, "missing"),
+        ({"max_seqlen_q": True}, TypeError, "bool"),
+        ({"max_seqlen_q": -1}, ValueError, "-1"),
+    ):
+        with pytest.raises(error, match=words):
+            call(**wrong)
