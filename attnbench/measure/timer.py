@@ -85,6 +85,10 @@ class DeviceClock:
         """Evict the L2 cache by writing twice its size, on the current stream."""
         self._flush.zero_()
 
+    def evict(self) -> None:
+        """The same by a kernel that also reads, and that a profile tells from other fills."""
+        self._flush.bitwise_not_()
+
     def prepare(self, call: Call, *, graph: bool = True, warm_up: int = 3) -> Timed:
         """Warm `call` up on this clock's stream and capture it; falls back to plain launches where capture fails.
 

@@ -13,6 +13,7 @@ from attnbench.backends.base import Prepared
 from attnbench.measure.job import CaseJob
 from attnbench.measure.peaks import peak_of
 from attnbench.measure.sampling import Headline, measure_device, measure_host, median
+from attnbench.measure.split import kernel_times, parts, short_name
 from attnbench.measure.telemetry import SLOWDOWNS, Telemetry
 from attnbench.measure.timer import DeviceClock, Timed, host_samples
 from attnbench.measure.verify import Truth, autograd_call, gradients
@@ -93,6 +94,8 @@ def time_device(
         if job.measure.call:
             _store_call(clock, call, record)
         _store_kernel(clock, prepared, record, count)
+        if job.measure.split:
+            _store_split(clock, call, prepared, record)
         if timed.reason:
             record.telemetry["no_graph"] = timed.reason
         add_work(record, truth, job, session)
@@ -183,8 +186,12 @@ def _store_call(clock: DeviceClock, call: Callable[[], Any], record: Record) -> 
                 record.split_ms = {**(record.split_ms or {}), "call_no_grad": free}
 
 
+def _kernel_entry(prepared: Prepared, pass_: str) -> Callable[[], Any] | None:
+    return {"forward": prepared.kernel_forward, "backward": prepared.kernel_backward}.get(pass_)
+
+
 def _store_kernel(clock: DeviceClock, prepared: Prepared, record: Record, count: int) -> None:
-    entry = {"forward": prepared.kernel_forward, "backward": prepared.kernel_backward}.get(record.pass_)
+    entry = _kernel_entry(prepared, record.pass_)
     if entry is None:
         return
     timed = clock.prepare(entry)
@@ -193,6 +200,23 @@ def _store_kernel(clock: DeviceClock, prepared: Prepared, record: Record, count:
         record.kernel_ms = median(clock.sample([timed] * count)[0])
     finally:
         timed.close()
+
+
+def _store_split(clock: DeviceClock, call: Callable[[], Any], prepared: Prepared, record: Record) -> None:
+    """Device time by part of the pass, and what autograd adds to the host's."""
+    kernels = kernel_times(clock, call)
+    split = parts(kernels)
+    if kernels:
+        record.telemetry["kernels_ms"] = {short_name(name): round(ms, 6) for name, ms in kernels.items()}
+    else:
+        record.telemetry["no_split"] = "the profiler sees no kernels (is another profiler attached?)"
+    entry = _kernel_entry(prepared, record.pass_)
+    if entry is not None:
+        with torch.cuda.stream(clock.stream):
+            whole, alone = (median(host_samples(one, SIDE_SAMPLES, seconds=0.1)) for one in (call, entry))
+        if whole is not None and alone is not None:
+            split["autograd_host"] = max(0.0, whole - alone)
+    record.split_ms = {**(record.split_ms or {}), **split} or None
 
 
 def add_work(record: Record, truth: Truth, job: CaseJob, session: Session | None) -> None:

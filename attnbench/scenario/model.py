@@ -175,6 +175,8 @@ class Measure(_Model):
     """Also measure the host-inclusive call time (`call_ms`)."""
     warm: bool = MeasurePolicy.warm
     """Also measure with a warm L2 cache (`warm_ms`)."""
+    split: bool = MeasurePolicy.split
+    """Also profile each row: device time by part of the pass, and the host time that autograd adds (`split_ms`)."""
     duty: Literal["sustained", "burst"] = MeasurePolicy.duty
     """`sustained`: after the median has settled under back-to-back work; `burst`: a few calls from idle."""
     ceilings: bool = MeasurePolicy.ceilings

@@ -32,6 +32,8 @@ class MeasurePolicy:
     """Passes that are timed where a case does not name its own."""
     ceilings: bool = True
     """Also measure the board's ceilings and cross-check its clocks, once at the start of the run."""
+    split: bool = False
+    """Also profile each row: device time by part, host time that autograd adds (`split_ms`)."""
 
 
 @dataclass(frozen=True)

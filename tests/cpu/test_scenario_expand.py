@@ -48,7 +48,7 @@ description: two lines
 backends: [eager, triton]
 baseline: triton
 measure: {samples: 50, min_seconds: 1, max_seconds: 3, half_width_percent: 1, call: false, warm: false, duty: burst,
-          timeout_seconds: 10, passes: [backward, backward, forward_backward], ceilings: false}
+          timeout_seconds: 10, passes: [backward, backward, forward_backward], ceilings: false, split: true}
 check: {after: false, repeats: 5}
 cases:
   - {heads: 4, head_dim: 64, seqlen: 128}
@@ -57,7 +57,7 @@ cases:
         "f.yaml",
     )
     assert scenario.measure == MeasurePolicy(
-        50, 1.0, 3.0, 1.0, False, False, "burst", 10.0, ("backward", "forward_backward"), ceilings=False
+        50, 1.0, 3.0, 1.0, False, False, "burst", 10.0, ("backward", "forward_backward"), ceilings=False, split=True
     )
     first, second = scenario.plan()
     assert first.check == CheckPolicy(after=False, repeats=5)
