@@ -26,6 +26,8 @@ class Footing:
 
     reason: str | None = None
     spread: float = 0.0
+    same_kernels: bool = False
+    """Both ran the same kernel sources: what autotuning chose is then a matter of chance, not of the commit."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -35,7 +37,8 @@ def footing(base: Run, new: Run) -> Footing:
         one, other = _trait(base, name), _trait(new, name)
         if one != other and not (one is None or other is None):
             return Footing(f"{name} differs: {one} → {other}")
-    found = Footing()
+    hashes = [run.info.get("kernel_hash") for run in (base, new)]
+    found = Footing(same_kernels=hashes[0] is not None and hashes[0] == hashes[1])
     one, other = base.gpu.get("uuid"), new.gpu.get("uuid")
     if one and other and one != other:
         found.spread = max(float(run.info.get("board_spread") or BOARD_SPREAD) for run in (base, new))

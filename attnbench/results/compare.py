@@ -102,7 +102,7 @@ def compare(base: Run, new: Run, *, threshold: float = 0.02) -> Comparison:
     both = _sharpen(both, margin)
     adjusted = holm([ratio.p for *_, ratio in both])
     for (key, one, other, ratio), p in zip(both, adjusted, strict=True):
-        rows[key] = _judge(key, one, other, replace(ratio, p=p), margin)
+        rows[key] = _judge(key, one, other, replace(ratio, p=p), margin, ground)
     same_run = ["BASE and NEW are one and the same run"] if base.folder == new.folder else []
     notes = [*same_run, *ground.notes, *base.notes, *new.notes]
     return Comparison(base, new, threshold, ground, list(rows.values()), notes)
@@ -224,7 +224,7 @@ def _views(base: Record, new: Record, ratio: Ratio) -> dict[str, float]:
     return views
 
 
-def _judge(key: Key, base: Record, new: Record, ratio: Ratio, margin: float) -> Row:
+def _judge(key: Key, base: Record, new: Record, ratio: Ratio, margin: float, ground: Footing) -> Row:
     """Verdict of one timed pair; `ratio.p` is already corrected for the number of cases."""
     views = _views(base, new, ratio)
     row = Row(key, new.label, "same", _remarks(base, new), ratio, base.median_ms, new.median_ms, views)
@@ -245,6 +245,9 @@ def _judge(key: Key, base: Record, new: Record, ratio: Ratio, margin: float) -> 
             # Other work on the same cores shifts whole runs, by more than samples of one run can show.
             told = f"time {ratio.value - 1:+.1%}, but CPU times that did not settle cannot tell"
             return replace(row, verdict="ambiguous", reason=_join(told, row.reason))
+        if ground.same_kernels and _retuned(base, new):
+            told = f"time {ratio.value - 1:+.1%}, of the same kernels"
+            return replace(row, verdict="ambiguous", reason=_join(told, row.reason))
         return replace(row, verdict="regressed" if change > 0 else "improved")
     if math.exp(-margin) <= ratio.low and ratio.high <= math.exp(margin):
         return row
@@ -259,9 +262,13 @@ def _remarks(base: Record, new: Record) -> str:
             parts.append(f"{flag} ({'both' if both else 'BASE' if flag in base.flags else 'NEW'})")
     if base.ran_by != new.ran_by:
         parts.append(f"ran by {base.ran_by or base.backend} → {new.ran_by or new.backend}")
-    if base.tuned != new.tuned:
+    if _retuned(base, new):
         parts.append("autotuning chose differently")
     return ", ".join(parts)
+
+
+def _retuned(base: Record, new: Record) -> bool:
+    return (base.tuned or {}) != (new.tuned or {})
 
 
 def _join(*parts: str) -> str:

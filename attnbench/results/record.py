@@ -91,8 +91,10 @@ class Record:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Record:
-        """The record of one line; fields that a later attnbench added are ignored."""
-        data = {k: v for k, v in data.items() if k in _FIELDS} | {"pass_": data["pass"]}
+        """The record of one line, whose dictionary it takes over; fields that a later attnbench added are ignored."""
+        data["pass_"] = data.pop("pass")
+        for name in data.keys() - _FIELDS:
+            del data[name]
         data["check"] = {k: _check_from_json(v) for k, v in data.get("check", {}).items()}
         for name in _FLOATS:
             if isinstance(data.get(name), str):
@@ -108,5 +110,11 @@ _FIELDS = frozenset(f.name for f in fields(Record))
 
 def _check_from_json(data: dict[str, Any]) -> TensorCheck:
     # NaN and infinities are stored as strings.
-    figures = {k: float(data[k]) for k in ("max_abs", "rel_fro", "budget_ratio")}
-    return TensorCheck(**figures, passed=data["passed"], worst=data.get("worst", []), message=data.get("message", ""))
+    return TensorCheck(
+        float(data["max_abs"]),
+        float(data["rel_fro"]),
+        float(data["budget_ratio"]),
+        data["passed"],
+        data.get("worst", []),
+        data.get("message", ""),
+    )

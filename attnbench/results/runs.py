@@ -10,6 +10,7 @@ import gc
 import json
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -108,23 +109,39 @@ def _read_cases(path: Path, notes: list[str]) -> list[Record]:
 
 
 def _parse_cases(path: Path, text: bytes, notes: list[str]) -> list[Record]:
+    lines = [(number, line) for number, line in enumerate(text.split(b"\n"), 1) if line.strip()]
     records = []
-    for number, line in enumerate(text.split(b"\n"), 1):
-        if not line.strip():
+    for (number, _), data in zip(lines, _objects(path, lines, notes), strict=True):
+        if data is None:
             continue
         place = f"{path}:{number}"
-        try:
-            data = json.loads(line)
-            if not isinstance(data, dict):
-                raise ValueError("not an object")
-        except ValueError:
-            notes.append(f"{place}: skipped a line that was cut off while being written")
-            continue
         try:
             records.append(Record.from_json(migrate(data, RECORD_STEPS, place=place)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{place}: not a record: {type(error).__name__}: {error}") from None
     return records
+
+
+def _objects(path: Path, lines: Sequence[tuple[int, bytes]], notes: list[str]) -> list[dict[str, Any] | None]:
+    """What each line holds; None, with a note, for one that is no object."""
+    try:
+        # All at once: one call shares the keys' strings, and takes two thirds of the time of ten thousand calls.
+        found = json.loads(b"[" + b",".join(line for _, line in lines) + b"]")
+        if len(found) == len(lines) and all(isinstance(data, dict) for data in found):
+            return list(found)
+    except ValueError:
+        pass
+    each: list[dict[str, Any] | None] = []
+    for number, line in lines:
+        try:
+            data = json.loads(line)
+            if not isinstance(data, dict):
+                raise ValueError("not an object")
+            each.append(data)
+        except ValueError:
+            notes.append(f"{path}:{number}: skipped a line that was cut off while being written")
+            each.append(None)
+    return each
 
 
 def read_head(folder: Path) -> Run:

@@ -143,6 +143,18 @@ def test_a_disturbed_board_gives_no_verdict(flag: str) -> None:
     assert f"the board was {flag}" in row.reason
 
 
+def test_a_tile_that_the_tuner_chose_differently_is_no_commits_doing() -> None:
+    tiles: list[dict[str, Any]] = [{"tuned": {"forward": {"block_m": m}}} for m in (64, 128)]
+    hashes = [{"kernel_hash": "a"}, {"kernel_hash": "b"}]
+    (row,) = compare(run_of(some(1, **tiles[0]), **hashes[0]), run_of(some(1, ms=1.1, **tiles[1]), **hashes[0])).rows
+    assert row.verdict == "ambiguous"
+    assert "of the same kernels; autotuning chose differently" in row.reason
+    (row,) = compare(run_of(some(1, **tiles[0]), **hashes[0]), run_of(some(1, ms=1.1, **tiles[1]), **hashes[1])).rows
+    assert row.verdict == "regressed"
+    (row,) = compare(run_of(some(1, **tiles[0]), **hashes[0]), run_of(some(1, ms=1.1, **tiles[0]), **hashes[0])).rows
+    assert row.verdict == "regressed"
+
+
 @pytest.mark.parametrize(
     ("info", "told"),
     [
