@@ -120,7 +120,16 @@ def _corpus_jobs(chosen: Sequence[str], device: str) -> list[CaseJob]:
         if rows:
             policy = CheckPolicy(repeats=entry.repeats)
             jobs.append(
-                CaseJob(entry.case, rows, device, check=policy, timed=False, layout=entry.layout, name=entry.name)
+                CaseJob(
+                    entry.case,
+                    rows,
+                    device,
+                    check=policy,
+                    timed=False,
+                    layout=entry.layout,
+                    alone=entry.alone,
+                    name=entry.name,
+                )
             )
     return jobs
 
@@ -136,6 +145,8 @@ def lines(job: CaseJob, record: Record) -> list[str]:
     flags = f"  ({', '.join(record.flags)})" if record.flags else ""
     head = f"{paint(word, style):<12} {record.backend:<10} {name}{record.label}{layout}{flags}"
     out = [head]
+    if record.batch_variant:
+        out.append(f"    a sequence alone has other bits than in its batch: {', '.join(record.batch_variant)}")
     if record.reason and record.outcome != "checked":
         out.append(f"    {record.reason}")
     for tensor, found in record.check.items():
@@ -170,12 +181,21 @@ def summary(records: Sequence[Record]) -> str:
         mine = [record for record in records if record.backend == name]
         count = {outcome: sum(r.outcome == outcome for r in mine) for outcome in dict.fromkeys(r.outcome for r in mine)}
         right = count.pop("checked", 0)
-        rest = ", ".join(f"{number} {outcome}" for outcome, number in count.items())
+        rest = "".join(f", {number} {outcome}" for outcome, number in count.items())
         ratios = [found.budget_ratio for r in mine if r.outcome == "checked" for found in r.check.values()]
         worst = f"; largest error {max(ratios):.2f} of its budget" if ratios else ""
+        worst += _invariance(mine)
         note = "" if judged(name) else " (not judged: does not set the exit code)"
-        out.append(f"{name}: {right} of {len(mine)} entries ok{', ' + rest if rest else ''}{worst}{note}")
+        out.append(f"{name}: {right} of {len(mine)} entries ok{rest}{worst}{note}")
     return "\n".join(out)
+
+
+def _invariance(records: Sequence[Record]) -> str:
+    asked = [record.batch_variant for record in records if record.batch_variant is not None]
+    if not asked:
+        return ""
+    same = sum(not names for names in asked)
+    return f"; a sequence alone has the bits that it has in a batch in {same} of {len(asked)} entries"
 
 
 def as_data(records: Sequence[Record], format: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from attnbench import backends, ops
 from attnbench.backends.base import Backend, Prepared
 from attnbench.measure import interpreter
+from attnbench.measure.alone import batched, variant
 from attnbench.measure.job import CaseJob, Done, Message, Phase, Row, blank_record
 from attnbench.measure.memory import free_bytes, needed
 from attnbench.measure.outcome import classify, is_sticky, tail
@@ -126,6 +127,8 @@ class CaseRunner:
                 if row.backend == self.job.baseline:
                     self._baseline_usable = False
                 return self._end(row, "check-failed", verdict.reason, verdict, **built)
+            if self.job.alone and batched(case):
+                built["batch_variant"] = variant(backend, truth, prepared)
         if interpreted or not self.job.timed:
             return self._end(row, "checked", prepared.reason, verdict, **built)
         for pass_ in row.passes:

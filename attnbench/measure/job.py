@@ -26,7 +26,7 @@ class CaseJob:
     """One case with every backend that is to run it, so that inputs and references are made once.
 
     `layout` names a variant of how the inputs lie in memory (see `attnbench.ops.corpus`), "" the plain one. With
-    `timed` False rows end as `checked`.
+    `timed` False rows end as `checked`; with `alone` a batch's longest sequence is compared with itself alone.
     """
 
     case: Case
@@ -38,6 +38,7 @@ class CaseJob:
     timed: bool = True
     ceilings: dict[str, float] = field(default_factory=dict)
     layout: str = ""
+    alone: bool = False
     name: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
 

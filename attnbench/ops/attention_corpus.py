@@ -130,10 +130,10 @@ def _gpu() -> Iterator[CorpusEntry]:
         )
     for heads in HEADS:
         for head_dim in (64, 128):
-            yield CorpusEntry(f"heads {heads[0]}/{heads[1]}", _dense(2, 200, 264, heads, (head_dim, head_dim)))
-            yield CorpusEntry(
-                f"heads {heads[0]}/{heads[1]}, packed", _packed([127, 128, 129], [130, 128, 64], heads, head_dim)
-            )
+            name = f"heads {heads[0]}/{heads[1]}"
+            yield CorpusEntry(name, _dense(2, 200, 264, heads, (head_dim, head_dim)), alone=True)
+            packed = _packed([127, 128, 129], [130, 128, 64], heads, head_dim)
+            yield CorpusEntry(f"{name}, packed", packed, alone=True)
     for seqlen_q, seqlen_k in LENGTHS:
         for head_dim in (64, 128):
             name = f"{seqlen_q} queries, {seqlen_k} keys"
@@ -160,7 +160,7 @@ def _cpu() -> Iterator[CorpusEntry]:
     for seqlen_q, seqlen_k in ((1, 1), (16, 33), (40, 1), (50, 3), (32, 32), (1, 70), (33, 0)):
         yield from _both(f"{seqlen_q} queries, {seqlen_k} keys", _dense(1, seqlen_q, seqlen_k, (2, 1), (16, 16)))
     for lengths in ([15, 16, 17], [0, 0, 35], [1, 40]):
-        yield CorpusEntry(f"packed {lengths}", _packed(lengths, lengths, (2, 1), 16))
+        yield CorpusEntry(f"packed {lengths}", _packed(lengths, lengths, (2, 1), 16), alone=True)
         yield CorpusEntry(f"packed {lengths}, 7 more keys each", _packed(lengths, [n + 7 for n in lengths], (2, 1), 16))
         shorter = [max(0, n - 3) for n in lengths]
         yield CorpusEntry(f"packed {lengths}, 3 fewer keys each", _packed(lengths, shorter, (2, 1), 16))
@@ -194,6 +194,7 @@ def _reported(cut: int) -> Iterator[CorpusEntry]:
         "transposed inputs",
         _dense(2, n(257), n(257), heads(4, 4), (width(128), width(128))),
         "q,k,v:transposed",
+        alone=True,
     )
     yield CorpusEntry(
         "token stride not a multiple of 16 bytes", _dense(1, n(200), n(200), heads(3, 3), (40, 40)), "q,k,v:odd_stride"

@@ -23,13 +23,15 @@ _PARTS = ("attnbench.ops.attention_corpus", "attnbench.ops.attnres_corpus")
 class CorpusEntry:
     """One case to check, with the variant of its inputs (`layouts.apply_layout`).
 
-    `repeats` executions must agree bit for bit where a backend promises that.
+    `repeats` executions must agree bit for bit where a backend promises that. With `alone` the batch's longest sequence
+    is also computed by itself, and its bits compared.
     """
 
     name: str
     case: Case
     layout: str = ""
     repeats: int = 2
+    alone: bool = False
     gpu_only: bool = False
 
 

@@ -72,6 +72,8 @@ class Record:
     tune_s: float | None = None
     tuned: dict[str, Any] | None = None
     check: dict[str, TensorCheck] = field(default_factory=dict)
+    batch_variant: list[str] | None = None
+    """Tensors in which a sequence has other bits alone than in its batch; None where that was not asked."""
     telemetry: dict[str, Any] = field(default_factory=dict)
     stderr_tail: list[str] = field(default_factory=list)
     finished_at: str | None = None  # UTC, ISO 8601

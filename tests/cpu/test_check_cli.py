@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from attnbench.cli import check as check_module
-from attnbench.cli.check import check
+from attnbench.cli.check import check, lines, summary
 from attnbench.errors import UserError
+from attnbench.measure.job import CaseJob
 from attnbench.ops.corpus import CorpusEntry
+from attnbench.results.record import Record, TensorCheck
 from attnbench.scenario.case import AttentionCase
 
 BAD = Path(__file__).parent / "misbehaving_backends.py"
@@ -91,9 +93,17 @@ def test_unknown_words_are_messages(options: dict[str, list[str]], words: str) -
 
 
 def test_tables_for_pipes() -> None:
-    from attnbench.results.record import Record, TensorCheck
-
     record = Record("id", "attention", {}, "a|b", "triton", "check", "checked")
     record.check = {"out": TensorCheck(0.5, 0.25, 0.75, True, [1, 2])}
     assert check_module.as_data([record], "csv").splitlines()[1] == "checked,triton,a|b,out,0.5,0.25,0.75,1 2,"
     assert "a\\|b" in check_module.as_data([record], "md")
+
+
+def test_batch_invariance_is_said_and_fails_nothing() -> None:
+    same, other = (
+        Record("1", "attention", {}, "a", "triton", "check", "checked", batch_variant=names)
+        for names in ([], ["dq", "dk"])
+    )
+    assert "alone has other bits than in its batch: dq, dk" in "\n".join(lines(CaseJob(CASE, (), "cpu"), other))
+    assert len(lines(CaseJob(CASE, (), "cpu"), same)) == 1
+    assert "has the bits that it has in a batch in 1 of 2 entries" in summary([same, other])
