@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kernels_native import sm90_backward, sm90_forward, sm90_mma
-from kernels_triton.arguments import AttentionArgs, attention_arguments
+from kernels_triton.arguments import AttentionArgs, attention_arguments, call_key
 
 KERNELS = ("sm90", "sm90_mma")
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -88,31 +88,6 @@ _checked_scales: dict[tuple[Any, ...], float] = {}
 _MOST = 4096
 
 
-def _call_key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    softmax_scale: float | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-) -> tuple[Any, ...] | None:
-    """All that the checks of a call look at (without `validate`); None where that cannot be told quickly."""
-    packed: tuple[Any, ...] = ()
-    if not (cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None):
-        for most in (max_seqlen_q, max_seqlen_k):
-            if most is not None and (type(most) is not int or most < 0):
-                return None
-        for cu in (cu_seqlens_q, cu_seqlens_k):
-            if not isinstance(cu, torch.Tensor):
-                return None
-            packed += (cu.shape, cu.dtype, cu.device, cu.stride())
-    tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-    return tensors, type(causal), softmax_scale, type(softmax_scale), packed
-
-
 def checked_scale(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -129,7 +104,7 @@ def checked_scale(
 ) -> float:
     """The softmax scale of a call that passed its checks; a call like one that passed them passes again."""
     given = q, k, v, causal, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    call = None if validate or torch.compiler.is_compiling() else _call_key(*given)
+    call = None if validate or torch.compiler.is_compiling() else call_key(*given)
     if call is not None:
         call = (call, kernel, requires_grad)
         scale = _checked_scales.get(call)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -75,6 +76,42 @@ def longest(cu_seqlens: torch.Tensor) -> int:
     return int(cu_seqlens.diff().max()) if cu_seqlens.shape[0] > 1 else 0
 
 
+def call_key(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> tuple[Any, ...] | None:
+    """All that the checks of `attention_arguments` look at (without `validate`): equal keys pass or fail alike.
+
+    None where that cannot be told quickly.
+    """
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        return None
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        return None
+    packed: tuple[Any, ...] = ()
+    if not (cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None):
+        for most in (max_seqlen_q, max_seqlen_k):
+            if most is not None and (type(most) is not int or most < 0):
+                return None
+        for cu in (cu_seqlens_q, cu_seqlens_k):
+            if not isinstance(cu, torch.Tensor):
+                return None
+            packed += (cu.shape, cu.dtype, cu.device, cu.stride())
+    tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    return tensors, type(causal), softmax_scale, packed
+
+
+_passed: dict[tuple[Any, ...], float] = {}
+_MOST = 4096
+
+
 def attention_arguments(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -98,6 +135,37 @@ def attention_arguments(
         ValueError: a shape, device, head count, head dim, scale or (under `validate`) a cu_seqlens value is wrong.
         RuntimeError: max_seqlen is left out while a CUDA graph is being captured.
     """
+    key = None
+    if not validate and not torch.compiler.is_compiling():
+        key = call_key(q, k, v, causal, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    known = None if key is None else _passed.get(key)
+    if known is not None:
+        if cu_seqlens_q is None:
+            max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
+        return resolved(AttentionArgs(q, k, v, causal, known, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    args = _checked(
+        q, k, v, causal, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate=validate
+    )
+    if key is not None:
+        if len(_passed) >= _MOST:
+            _passed.clear()
+        _passed[key] = args.softmax_scale
+    return args
+
+
+def _checked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    *,
+    validate: bool,
+) -> AttentionArgs:
     _check_tensors(q, k, v, packed=cu_seqlens_q is not None or cu_seqlens_k is not None)
     scale = _check_scale(softmax_scale, q.shape[-1])
     if not isinstance(causal, bool):
