@@ -177,6 +177,32 @@ def _report(
     _call("report", run=run, out=out, format=format, results=results)
 
 
+@app.command("history")
+def _history(
+    case: Annotated[str, typer.Argument(metavar="CASE-GLOB", help="Cases whose label or id matches.")],
+    backend: BackendOption = [],  # noqa: B006
+    pass_: Annotated[
+        list[str],
+        typer.Option("--pass", "-p", metavar="P", help="forward, backward or forward_backward; repeatable."),
+    ] = [],  # noqa: B006
+    threshold: Annotated[str, typer.Option(metavar="PERCENT", help="Smallest step that counts.")] = "2%",
+    dirty: Annotated[bool, typer.Option("--dirty", help="Runs with uncommitted changes too.")] = False,
+    format: FormatOption = "table",
+    results: ResultsOption = RESULTS,
+) -> None:
+    """Show a case's medians over commits, and where they stepped."""
+    _call(
+        "history",
+        case=case,
+        backend=backend,
+        pass_=pass_,
+        threshold=threshold,
+        dirty=dirty,
+        format=format,
+        results=results,
+    )
+
+
 @app.command("list")
 def _list(
     what: Annotated[
