@@ -137,6 +137,13 @@ def _compare(
     threshold: Annotated[str, typer.Option(metavar="PERCENT", help="Smallest change that counts.")] = "2%",
     format: Annotated[Literal["table", "md", "json"], typer.Option("--format", "-f", help="How to print.")] = "table",
     allow_missing: Annotated[bool, typer.Option("--allow-missing", help="Cases on one side only are fine.")] = False,
+    rerun: Annotated[
+        Path | None,
+        typer.Option(metavar="SCENARIO", help="Measure both commits (or checkouts) now, in turns on this machine."),
+    ] = None,
+    backend: BackendOption = [],  # noqa: B006
+    only: Annotated[list[str], typer.Option(metavar="GLOB", help="With --rerun: only these cases; repeatable.")] = [],  # noqa: B006
+    device: Annotated[Device | None, typer.Option(help="With --rerun: where to run.")] = None,
     results: ResultsOption = RESULTS,
 ) -> None:
     """Say per case whether NEW is faster or slower than BASE."""
@@ -147,6 +154,10 @@ def _compare(
         threshold=threshold,
         format=format,
         allow_missing=allow_missing,
+        rerun=rerun,
+        backend=backend,
+        only=only,
+        device=device,
         results=results,
     )
 

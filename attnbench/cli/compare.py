@@ -4,27 +4,56 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from attnbench.errors import UserError
 from attnbench.results.compare import compare as compare_runs
 from attnbench.results.compare_view import as_json, as_markdown, as_text
-from attnbench.results.runs import find_pair
+from attnbench.results.runs import Run, find_pair
 from attnbench.results.text import terminal_width
 
+INTERRUPTED = 130
 
-def compare(*, base: str, new: str, threshold: str, format: str, allow_missing: bool, results: Path) -> int:
-    """Print the comparison; exit code 1 regressed, 3 cases could not run, 4 nothing to compare or cases missing."""
+
+def compare(
+    *,
+    base: str,
+    new: str,
+    threshold: str,
+    format: str,
+    allow_missing: bool,
+    results: Path,
+    rerun: Path | None = None,
+    backend: Sequence[str] = (),
+    only: Sequence[str] = (),
+    device: str | None = None,
+) -> int:
+    """Print the comparison; exit code 1 regressed, 3 cases could not run, 4 nothing to compare or cases missing.
+
+    With `rerun`, a scenario, both sides are measured first, in turns; `backend`, `only` and `device` are as for `run`.
+    """
     least = parse_threshold(threshold)
+    if rerun is not None:
+        from attnbench.cli.rerun import rerun as measure
+
+        try:
+            pair = measure(base, new, rerun, backend=backend, only=only, device=device, results=results)
+        except KeyboardInterrupt:
+            print("interrupted; the cases that were finished are stored", file=sys.stderr)
+            return INTERRUPTED
+        return _show(pair, least, format, allow_missing)
+    if backend or only or device:
+        raise UserError("--only, --backend and --device choose what --rerun measures: give it a scenario")
     gc.disable()  # ten thousand records stay to the end, and walking through them takes half a second
     try:
-        return _compare(base, new, least, format, allow_missing, results)
+        return _show(find_pair(base, new, results), least, format, allow_missing)
     finally:
         gc.enable()
 
 
-def _compare(base: str, new: str, least: float, format: str, allow_missing: bool, results: Path) -> int:
-    pair = find_pair(base, new, results)
+def _show(pair: tuple[Run, Run], least: float, format: str, allow_missing: bool) -> int:
     comparison = compare_runs(*pair, threshold=least)
     code = comparison.exit_code(allow_missing=allow_missing)
     if format == "json":

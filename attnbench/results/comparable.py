@@ -28,6 +28,8 @@ class Footing:
     spread: float = 0.0
     same_kernels: bool = False
     """Both ran the same kernel sources: what autotuning chose is then a matter of chance, not of the commit."""
+    in_turns: bool = False
+    """Measured A B B A with each other: what shifts whole runs met both."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -45,7 +47,10 @@ def footing(base: Run, new: Run) -> Footing:
         found.notes.append(
             f"two boards of one model: the threshold is widened by {found.spread:.0%}; measure both on one to be exact"
         )
-    if new.info.get("device") == "cpu":
+    if interleaved(base, new):
+        found.in_turns = True
+        found.notes.append(f"measured in turns ({new.info['interleaved']['order']}) on one machine")
+    elif new.info.get("device") == "cpu":
         found.spread = CPU_SPREAD
         found.notes.append(f"timed on a CPU: the threshold is widened by {CPU_SPREAD:.0%}")
     for name in _VERSIONS:
@@ -60,6 +65,12 @@ def footing(base: Run, new: Run) -> Footing:
         if not run.finished:
             found.notes.append(f"{side} did not finish; `attnbench run … --resume` goes on with it")
     return found
+
+
+def interleaved(base: Run, new: Run) -> bool:
+    """Whether the two runs were measured in turns with each other."""
+    pairs = ((run.info.get("interleaved") or {}, other) for run, other in ((base, new), (new, base)))
+    return all(told.get("with") == other.name for told, other in pairs)
 
 
 def _trait(run: Run, name: str) -> Any:

@@ -241,7 +241,8 @@ def _judge(key: Key, base: Record, new: Record, ratio: Ratio, margin: float, gro
         if disturbed := sorted(_DISTURBED.intersection([*base.flags, *new.flags])):
             told = f"time {ratio.value - 1:+.1%}, but the board was {' and '.join(disturbed)}"
             return replace(row, verdict="ambiguous", reason=_join(told, row.reason))
-        if (base.timer, new.timer) == ("host", "host") and "unconverged" in {*base.flags, *new.flags}:
+        hosts = (base.timer, new.timer) == ("host", "host") and not ground.in_turns
+        if hosts and "unconverged" in {*base.flags, *new.flags}:
             # Other work on the same cores shifts whole runs, by more than samples of one run can show.
             told = f"time {ratio.value - 1:+.1%}, but CPU times that did not settle cannot tell"
             return replace(row, verdict="ambiguous", reason=_join(told, row.reason))

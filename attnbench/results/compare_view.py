@@ -6,7 +6,7 @@ import math
 import shlex
 from typing import Any
 
-from attnbench.results.comparable import TOO_FEW
+from attnbench.results.comparable import TOO_FEW, interleaved
 from attnbench.results.compare import VERDICTS, Comparison, Row, Verdict
 from attnbench.results.runs import Run
 from attnbench.results.store import to_json_text
@@ -130,7 +130,19 @@ def next_commands(comparison: Comparison) -> dict[Verdict, str]:
         only = "".join(f" --only {i}" for i in ids) if what == "run" and len(ids) <= 4 else ""
         backends = "".join(f" --backend {shlex.quote(b)}" for b in dict.fromkeys(row.key[1] for row in rows))
         found[verdict] = f"attnbench {what} {shlex.quote(_scenario_path(run))}{only}{backends}"
+        if what == "run" and verdict in ("regressed", "ambiguous") and (sides := _in_turns(comparison)):
+            found[verdict] = f"attnbench compare {sides} --rerun {shlex.quote(_scenario_path(run))}{only}{backends}"
     return found
+
+
+def _in_turns(comparison: Comparison) -> str:
+    """`BASE NEW` for `--rerun`, where two different commits are known that were not measured so already."""
+    base, new = comparison.base, comparison.new
+    if not base.commit or base.dirty or not new.commit or interleaved(base, new):
+        return ""
+    if new.dirty:
+        return f"{base.commit[:10]} ."
+    return "" if base.commit == new.commit else f"{base.commit[:10]} {new.commit[:10]}"
 
 
 _WHY: dict[Verdict, str] = {
@@ -145,6 +157,8 @@ def _why(comparison: Comparison, verdict: Verdict) -> str:
     reasons = [row.reason for row in comparison.rows if row.verdict == verdict]
     if verdict == "incomparable" and all(TOO_FEW in reason for reason in reasons):
         return "For more samples, at each commit, with a larger `max_seconds` in the scenario's `measure:`:"
+    if " --rerun " in next_commands(comparison)[verdict]:
+        return "To be exact, both in turns on this machine:"
     return _WHY[verdict]
 
 

@@ -414,6 +414,20 @@ def test_each_verdict_names_the_next_command() -> None:
     assert commands["regressed"].startswith("attnbench run scenarios/h100.yaml --only ")
 
 
+def test_two_commits_are_offered_to_be_measured_in_turns() -> None:
+    base, new = run_of(some(1)), run_of(some(1, ms=1.2), commit="b" * 40)
+    command = next_commands(compare(base, new))["regressed"]
+    assert command.startswith(f"attnbench compare {'a' * 10} {'b' * 10} --rerun scenarios/h100.yaml --only ")
+    assert "To be exact" in as_text(compare(base, new), None)
+    new.info["dirty"] = True
+    assert f"attnbench compare {'a' * 10} . --rerun" in next_commands(compare(base, new))["regressed"]
+    for run in (base, new):
+        run.info["interleaved"] = {"with": run.name, "order": "A B B A"}
+    comparison = compare(base, new)
+    assert "attnbench run" in next_commands(comparison)["regressed"]
+    assert any("measured in turns" in note for note in comparison.notes)
+
+
 def test_too_few_samples_ask_for_more_of_them() -> None:
     records = some(2)
     for record in records:
