@@ -93,6 +93,9 @@ def _run(
         Path, typer.Option(metavar="DIR", envvar="ATTNBENCH_RESULTS", help="Folder in which the run's folder is made.")
     ] = RESULTS,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with this scenario's newest unfinished run.")] = False,
+    only_failed: Annotated[
+        bool, typer.Option("--only-failed", help="Only what went wrong in this scenario's newest run, of any commit.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the planned cases and their memory; run none.")
     ] = False,
@@ -107,6 +110,7 @@ def _run(
         only=only,
         out=out,
         resume=resume,
+        only_failed=only_failed,
         dry_run=dry_run,
         device=device,
         format=format,

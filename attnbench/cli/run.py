@@ -17,7 +17,7 @@ from attnbench.measure.jobs import choose_device, memory_bytes, plan_jobs, secon
 from attnbench.measure.provenance import provenance
 from attnbench.measure.supervisor import Supervisor
 from attnbench.results.record import COULD_NOT_RUN, Record
-from attnbench.results.runs import Run, find_resumable, read_run
+from attnbench.results.runs import Key, Run, find_resumable, newest_run, read_run, same_run
 from attnbench.results.store import RunWriter
 from attnbench.results.table import as_table, sentences
 from attnbench.results.text import Column, aligned, terminal_width, wrap
@@ -32,6 +32,7 @@ def run(
     only: Sequence[str] = (),
     out: Path = Path("results"),
     resume: bool = False,
+    only_failed: bool = False,
     dry_run: bool = False,
     device: str | None = None,
     format: str = "table",
@@ -44,6 +45,14 @@ def run(
     plan = scenarios.load(scenario)
     where = choose_device(device)
     jobs = plan_jobs(plan, where, backend, only)
+    failed_in = None
+    if only_failed:
+        failed_in = newest_run(out, plan.name, where)
+        jobs = [left for job in jobs if (left := without(job, keys_of(job) - failed_in.bad())) is not None]
+        print(f"--only-failed: of {failed_in.folder}", file=sys.stderr)
+        if not jobs:
+            print("nothing to do: nothing of this selection failed there")
+            return 0
     if dry_run:
         print(plan_text(jobs))
         return 0
@@ -53,7 +62,7 @@ def run(
         if own:
             supervisor.load(list(own))
         with sweep.gpu_lock(hello.uuid):
-            folder, interrupted = _sweep(supervisor, hello, plan, jobs, out, resume)
+            folder, interrupted = _sweep(supervisor, hello, plan, jobs, out, resume, failed_in)
     stored = read_run(folder)
     _show(stored, format)
     if interrupted:
@@ -69,10 +78,15 @@ def _sweep(
     jobs: list[CaseJob],
     out: Path,
     resume: bool,
+    failed_in: Run | None = None,
 ) -> tuple[Path, bool]:
     info = run_info(plan, jobs, hello)
-    earlier = _earlier(out, info) if resume else None
-    if earlier is not None:
+    if failed_in is not None:
+        info["only_failed_of"] = failed_in.name
+        earlier = failed_in if resume and same_run(failed_in, info) else None
+    else:
+        earlier = _earlier(out, info) if resume else None
+    if earlier is not None and failed_in is None:
         done = earlier.done()
         jobs = [left for job in jobs if (left := without(job, done)) is not None]
     writer = RunWriter(out, info, resume=earlier)
@@ -94,6 +108,11 @@ def _sweep(
         raise
     writer.close(finished=True)
     return writer.folder, False
+
+
+def keys_of(job: CaseJob) -> set[Key]:
+    """What the records of this job will be about."""
+    return {(job.case.case_id, row.backend, pass_) for row in job.rows for pass_ in row.passes}
 
 
 def _earlier(out: Path, info: dict[str, Any]) -> Run | None:

@@ -21,6 +21,8 @@ OUTCOMES = (
 )
 """Every way in which a planned case can end. `ok` and `checked` are good; `unsupported` is as planned."""
 
+GOOD = frozenset({"ok", "checked", "unsupported"})
+"""Outcomes that ask for nothing."""
 COULD_NOT_RUN = frozenset({"build-failed", "oom", "skipped-memory", "illegal-access", "timeout", "crashed"})
 
 

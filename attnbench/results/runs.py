@@ -18,7 +18,7 @@ from typing import Any
 
 from attnbench.errors import UserError, did_you_mean
 from attnbench.results.migrations import RECORD_STEPS, RUN_STEPS, migrate
-from attnbench.results.record import COULD_NOT_RUN, Record
+from attnbench.results.record import COULD_NOT_RUN, GOOD, Record
 
 RUN_FILE = "run.json"
 CASES_FILE = "cases.jsonl"
@@ -84,6 +84,10 @@ class Run:
     def done(self) -> set[Key]:
         """What needs no second go: every outcome that says something about the kernel."""
         return {key for key, record in self.records.items() if record.outcome not in COULD_NOT_RUN}
+
+    def bad(self) -> set[Key]:
+        """What did not end well: failed its check, or could not be run."""
+        return {key for key, record in self.records.items() if record.outcome not in GOOD}
 
     def failed(self) -> set[Key]:
         """What could not be run (out of memory, crash, time-out, build)."""
@@ -197,14 +201,29 @@ def find_runs(results: Path | str, unreadable: list[str] | None = None) -> list[
 
 def find_resumable(results: Path | str, run_info: dict[str, Any]) -> Run | None:
     """The newest run that `run_info` would go on with: same scenario text, code and GPU, something left to do."""
-    same = ("scenario", "scenario_text", "commit", "dirty", "diff_hash", "kernel_hash", "device")
     for run in find_runs(results):
-        gpu = run_info.get("gpu") or {}
-        if any(run.info.get(name) != run_info.get(name) for name in same) or run.gpu.get("uuid") != gpu.get("uuid"):
-            continue
-        if not run.finished or run.failed():
+        if same_run(run, run_info) and (not run.finished or run.failed()):
             return run
     return None
+
+
+def same_run(run: Run, run_info: dict[str, Any]) -> bool:
+    """Whether records made under `run_info` may go into this run: same scenario text, code and board."""
+    same = ("scenario", "scenario_text", "commit", "dirty", "diff_hash", "kernel_hash", "device")
+    gpu = run_info.get("gpu") or {}
+    return all(run.info.get(name) == run_info.get(name) for name in same) and run.gpu.get("uuid") == gpu.get("uuid")
+
+
+def newest_run(results: Path | str, scenario: str, device: str) -> Run:
+    """The newest run of a scenario on a device, of whatever commit.
+
+    Raises:
+        NoBaseline: there is none.
+    """
+    for run in find_runs(results):
+        if run.scenario == scenario and run.info.get("device") == device:
+            return _with_records(run)
+    raise NoBaseline(f"there is no run of {scenario} on {device} under {results} to take failures from")
 
 
 def full_commit(text: str, cwd: Path | None = None) -> str | None:

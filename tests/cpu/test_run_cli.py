@@ -17,7 +17,7 @@ from attnbench.errors import UserError
 from attnbench.measure.provenance import provenance
 from attnbench.measure.supervisor import worker_environment
 from attnbench.results.record import Record
-from attnbench.results.runs import read_run
+from attnbench.results.runs import NoBaseline, read_run
 
 BAD = Path(__file__).parent / "misbehaving_backends.py"
 TEXT = """
@@ -93,6 +93,36 @@ def test_a_crash_is_exit_3_and_resume_runs_what_is_left(tmp_path: Path, monkeypa
     again = read_run(only_run(out))
     assert len(again.lines) == 10  # the two crashed rows once more, nothing else
     assert len(again.records) == 8
+
+
+def test_only_failed_runs_what_went_wrong_in_the_newest_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = [{**provenance(), "commit": commit} for commit in ("a" * 40, "b" * 40)]
+    monkeypatch.setattr("attnbench.cli.run.provenance", lambda own: states[0])
+    scenario = write(tmp_path, f"backends: ['{BAD}:KILL', '{BAD}:ZEROS', eager]")
+    out = tmp_path / "r"
+    with pytest.raises(NoBaseline, match="no run of tiny on cpu"):
+        run(scenario=scenario, out=out, device="cpu", only_failed=True)
+    assert run(scenario=scenario, out=out, device="cpu") == 1
+    first = only_run(out)
+    capsys.readouterr()
+    assert run(scenario=scenario, out=out, device="cpu", only_failed=True, dry_run=True) == 0
+    assert "1 cases, 4 rows" in capsys.readouterr().out
+    assert run(scenario=scenario, out=out, device="cpu", only_failed=True, only=["*1x12*"]) == 0
+    assert "nothing of this selection failed" in capsys.readouterr().out
+
+    assert run(scenario=scenario, out=out, device="cpu", only_failed=True, resume=True) == 1
+    again = read_run(first)
+    assert len(again.lines) == len(again.records) + 4  # appended to the run itself: nothing has changed
+    assert {r.outcome for r in again.lines[-4:]} == {"crashed", "check-failed"}
+
+    monkeypatch.setattr("attnbench.cli.run.provenance", lambda own: states[1])
+    assert run(scenario=scenario, out=out, device="cpu", only_failed=True, resume=True) == 1
+    (fresh,) = (read_run(path) for path in out.iterdir() if path != first)
+    assert fresh.commit == "b" * 40, "other code gets a run of its own"
+    assert len(fresh.lines) == fresh.info["rows"] == 4
+    assert fresh.info["only_failed_of"] == first.name
 
 
 def test_a_wrong_kernel_of_the_users_is_exit_1(scenario: Path, tmp_path: Path) -> None:
