@@ -13,6 +13,7 @@ import torch
 from kernels_native import sm90_backward, sm90_forward, sm90_mma
 from kernels_native.attention_checks import check, checked_scale
 from kernels_triton.arguments import attention_arguments
+from kernels_triton.dispatch import differentiated, watched
 from kernels_triton.second_order import refuse_second_order
 
 
@@ -183,7 +184,7 @@ def attention(
         TypeError, ValueError: see `attention_arguments`; or the kernel does not take the call (the message says why).
         BuildFailed: the kernel did not build or load.
     """
-    requires_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    requires_grad = differentiated(q, k, v)
     scale = checked_scale(
         q,
         k,
@@ -198,10 +199,9 @@ def attention(
         kernel,
         requires_grad,
     )
-    if requires_grad or torch.compiler.is_compiling():
+    if requires_grad or watched(q, k, v):
         out, lse = _forward_op(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, kernel, deterministic)
     else:
-        # The dispatcher would cost more than the rest of the host's work.
         out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, kernel)
     return (out, lse) if return_lse else out
 

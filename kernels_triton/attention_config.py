@@ -91,6 +91,7 @@ _HALF_PRECISION = {
     ("dkv", 256): (TileConfig(64, 64, 8, 2),),
 }
 _chosen: dict[ConfigKey, TileConfig] = {}
+_changes = 0
 
 
 @cache
@@ -120,6 +121,8 @@ def choose(key: ConfigKey, config: TileConfig) -> None:
     """Fixes the tile of every later call with this key in this process."""
     if INTERPRETED:
         raise RuntimeError("tile sizes are fixed under Triton's interpreter")
+    global _changes
+    _changes += 1
     _chosen[key] = config
 
 
@@ -135,4 +138,11 @@ def record(key: ConfigKey) -> dict[str, Any]:
 
 def forget() -> None:
     """Drops every tuned choice."""
+    global _changes
+    _changes += 1
     _chosen.clear()
+
+
+def changes() -> int:
+    """How often a choice was made or dropped: what was prepared for one count does not hold for another."""
+    return _changes

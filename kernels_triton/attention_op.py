@@ -14,6 +14,7 @@ from kernels_triton import attention_launch as launch
 from kernels_triton.arguments import AttentionArgs, attention_arguments, resolved
 from kernels_triton.attention_config import TileConfig, candidates, choose, config_for, config_key, record, tuned
 from kernels_triton.attention_tiles import INTERPRETED
+from kernels_triton.dispatch import differentiated, watched
 from kernels_triton.second_order import refuse_second_order
 
 
@@ -217,8 +218,11 @@ def attention(
         validate=validate,
     )
     _check_device(q)
-    packed_q, packed_k = (args.max_seqlen_q, args.max_seqlen_k) if args.varlen else (None, None)
-    out, lse = _forward_op(q, k, v, cu_seqlens_q, cu_seqlens_k, packed_q, packed_k, causal, args.softmax_scale)
+    if differentiated(q, k, v) or watched(q, k, v):
+        packed_q, packed_k = (args.max_seqlen_q, args.max_seqlen_k) if args.varlen else (None, None)
+        out, lse = _forward_op(q, k, v, cu_seqlens_q, cu_seqlens_k, packed_q, packed_k, causal, args.softmax_scale)
+    else:
+        out, lse = launch.forward(args)
     return (out, lse) if return_lse else out
 
 

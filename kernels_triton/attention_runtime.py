@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -37,35 +38,55 @@ def descriptor(tensor: torch.Tensor, rows: int, config: TileConfig) -> Any:
     return TensorDescriptor(tensor, shape, strides, block)
 
 
-_compiled: dict[Any, Any] = {}
+class Launch:
+    """A compiled kernel with a grid and every argument but its tensors, for calls that differ in those alone.
+
+    Triton's own way to a compiled kernel takes longer than a short kernel runs: it looks at each argument, and its
+    descriptors check themselves. Calls of one kind have nothing new to look at.
+    """
+
+    def __init__(self, compiled: Any, grid: tuple[int, int, int], tensors: Sequence[Any], rest: Sequence[Any]) -> None:
+        """`tensors` are the kernel's first arguments, descriptors or tensors or None; `rest` all others."""
+        self._run = compiled[grid]
+        self._rest = tuple(rest)
+        self._descriptors = tuple(_without_base(argument) for argument in tensors)
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        """Launches on the current stream; tensors as at construction, each descriptor's base in its place."""
+        arguments = [
+            tensor if made is None else _with_base(made, tensor)
+            for made, tensor in zip(self._descriptors, tensors, strict=True)
+        ]
+        self._run(*arguments, *self._rest)
 
 
-def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Launches on the current stream. `arguments` are the kernel's first parameters, `constants` the rest and options.
+def _without_base(argument: Any) -> tuple[type, dict[str, Any]] | None:
+    """A descriptor's class and fields, without the tensor, which would be kept alive; None for other arguments."""
+    if argument is None or isinstance(argument, torch.Tensor):
+        return None
+    return type(argument), {name: value for name, value in vars(argument).items() if name != "base"}
 
-    Triton's own lookup of a compiled kernel takes longer than a short kernel runs, so what it found is kept, by all
-    that it depends on: constants, dtypes, alignment, and whether an integer fits 32 bits.
+
+def _with_base(made: tuple[type, dict[str, Any]], tensor: torch.Tensor | None) -> Any:
+    kind, fields = made
+    found: Any = object.__new__(kind)  # past the checks, which this shape and these strides have passed
+    vars(found).update(fields, base=tensor)
+    return found
+
+
+def launch(
+    kernel: Any, programs: int, tensors: Sequence[Any], numbers: Sequence[Any], constants: dict[str, Any]
+) -> Launch | None:
+    """Launches on the current stream, and returns the launch for later calls; None under the interpreter.
+
+    `tensors` and then `numbers` are the kernel's first parameters, `constants` the rest and options.
     """
     grid = (programs, 1, 1)
+    compiled = kernel[grid](*tensors, *numbers, **constants)
     if INTERPRETED:
-        kernel[grid](*arguments, **constants)
-        return
-    key = (id(kernel), torch.cuda.current_device(), *constants.values(), *map(_kind, arguments))
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[grid](*arguments, **constants)
-        return
-    compiled[grid](*arguments, *(constants[name] for name in kernel.arg_names[len(arguments) :]))
-
-
-def _kind(argument: Any) -> Any:
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return argument < 2**31
-    if argument is None or isinstance(argument, float):
-        return argument is None
-    return argument.base.dtype, *argument.block_shape
+        return None
+    given = len(tensors) + len(numbers)
+    return Launch(compiled, grid, tensors, (*numbers, *(constants[name] for name in kernel.arg_names[given:])))
 
 
 @cache
