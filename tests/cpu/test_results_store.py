@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
 import resource
 import signal
-import subprocess
-import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 from attnbench.errors import UserError
 from attnbench.results import migrations
 from attnbench.results.record import Record, TensorCheck
+from attnbench.results.runs import key_of
 from attnbench.results.store import RunWriter, find_resumable, find_run, find_runs, read_run, safe_name
 
 INFO = {
@@ -155,30 +156,96 @@ def test_a_whole_record_without_its_newline_is_kept_on_resume(tmp_path: Path) ->
     assert len(read_run(writer.folder).lines) == 2
 
 
-WRITE_FOREVER = """
-import sys
-from attnbench.results.record import Record
-from attnbench.results.store import RunWriter
-writer = RunWriter(sys.argv[1], {"scenario": "kill"})
-for n in range(10**6):
-    writer.append(Record(f"{n:016x}", "attention", {}, "x" * 3000, "triton", "forward", "ok"))
-    print(n, flush=True)
-"""
+def _go_on(results: Path, count: int, acknowledge: int) -> None:
+    """What `run --resume` does, with cases that take no time: says which are stored once they are."""
+    earlier = find_resumable(results, INFO)
+    writer = RunWriter(results, INFO | {"rows": count}, resume=earlier)
+    writer.update(ceilings={"copy": 4.0})
+    done = read_run(writer.folder).done()
+    for n in range(count):
+        one = record(n)
+        if key_of(one) not in done:
+            writer.append(one)
+            os.write(acknowledge, n.to_bytes(4, "big"))
+            time.sleep(0.0002)  # fifty lives must not be enough, however fast the disk
+    writer.close(finished=True)
 
 
-def test_sigkill_loses_no_finished_record(tmp_path: Path) -> None:
-    for attempt in range(5):
-        results = tmp_path / str(attempt)
-        process = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(results)], stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(0.02 * attempt)
-        process.send_signal(signal.SIGKILL)
-        acknowledged = len(process.stdout.read().splitlines()) + 1
-        process.wait()
-        run = read_run(find_runs(results)[0].folder)
-        assert acknowledged <= len(run.lines) <= acknowledged + 1
-        assert not run.finished
+def test_no_finished_case_of_a_thousand_is_lost_over_fifty_kills(tmp_path: Path) -> None:
+    rng, kills = random.Random(0), 0
+    acknowledged: set[int] = set()
+    there: set[int] = set()
+    while not (runs := find_runs(tmp_path)) or not runs[0].finished:
+        read, write = os.pipe()
+        process = multiprocessing.get_context("fork").Process(target=_go_on, args=(tmp_path, 1000, write))
+        process.start()
+        os.close(write)
+        with open(read, "rb", buffering=0) as stored:
+            if kills < 50:
+                for _ in range(rng.randrange(0, 25)):
+                    acknowledged.add(int.from_bytes(stored.read(4), "big"))
+                time.sleep(rng.random() * 0.002)
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGKILL)
+                kills += 1
+            while four := stored.read(4):
+                acknowledged.add(int.from_bytes(four, "big"))
+        process.join()
+        there = {int(r.case_id, 16) for found in find_runs(tmp_path) for r in read_run(found.folder).lines}
+        assert acknowledged <= there, "a stored case is gone"
+    (folder,) = tmp_path.iterdir()
+    run = read_run(folder)
+    assert kills == 50
+    assert len(run.lines) == len(run.records) == len(acknowledged | there) == 1000, "and none was run twice"
+    assert run.notes == []
+    assert len(run.info["resumed_at"]) >= 40
+
+
+def _write_all(results: Path, first: int) -> None:
+    with RunWriter(results, INFO) as writer:
+        for n in range(first, first + 100):
+            writer.append(record(n))
+
+
+def test_runs_beside_each_other_keep_to_their_own_folders(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_write_all, args=(tmp_path, 100 * i)) for i in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    runs = [read_run(run.folder) for run in find_runs(tmp_path)]
+    assert sorted(int(run.lines[0].case_id, 16) for run in runs) == [0, 100, 200, 300]
+    assert all(len(run.records) == 100 and run.finished and not run.notes for run in runs)
+
+
+def test_a_run_killed_before_its_first_words_is_no_run(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, INFO) as writer:
+        whole = (writer.folder / "run.json").read_bytes()
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / ".run.json.123").write_bytes(whole[:40])
+    unreadable: list[str] = []
+    assert [run.folder for run in find_runs(tmp_path, unreadable)] == [writer.folder]
+    assert unreadable == []
+
+
+@pytest.mark.skipif(not hasattr(time, "tzset"), reason="this system's clock has one zone")
+def test_the_zone_of_the_machine_changes_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stamps = []
+    try:
+        for zone in ("Asia/Tokyo", "America/St_Johns", "UTC"):
+            monkeypatch.setenv("TZ", zone)
+            time.tzset()
+            with RunWriter(tmp_path, INFO | {"scenario": zone}) as writer:
+                stamps.append(writer.info["started_at"])
+                assert writer.folder.name.startswith(stamps[-1].replace("-", "").replace(":", "").replace("T", "-"))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    seconds = [datetime.fromisoformat(stamp).timestamp() for stamp in stamps]
+    assert max(seconds) - min(seconds) <= 2
+    assert [run.scenario for run in find_runs(tmp_path)][-1] == "Asia/Tokyo" or len(set(stamps)) == 1
 
 
 def _fill_the_disk(results: Path, queue: Any) -> None:
