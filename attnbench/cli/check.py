@@ -15,8 +15,9 @@ from attnbench.backends.names import BUILTIN, computes, is_custom
 from attnbench.cli.run import exit_code
 from attnbench.errors import UserError, did_you_mean
 from attnbench.measure import sweep
+from attnbench.measure.check_order import compile_first, worker_count
 from attnbench.measure.job import CaseJob, Row
-from attnbench.measure.jobs import check_backend_names, choose_device, memory_bytes, merged
+from attnbench.measure.jobs import check_backend_names, choose_device, memory_bytes, merged, seconds
 from attnbench.measure.supervisor import Supervisor
 from attnbench.results.record import Record
 from attnbench.results.store import to_json_text
@@ -24,7 +25,6 @@ from attnbench.results.text import comma_separated, paint
 from attnbench.scenario.case import DTYPES, AttnresCase, op_name
 from attnbench.scenario.plan import CheckPolicy
 
-MOST_WORKERS = 6
 SMALL_BYTES = 10 << 30
 """Predicted memory below which entries are checked side by side on one board."""
 HARNESS_NAMES = {"dx": "grad_x", "dq": "grad_q", "dout": "grad_y0", "dlse": "grad_l0"}
@@ -55,15 +55,19 @@ def check(
         raise UserError(
             f"nothing to check: no entry is of operation {list(op) or 'any'} and dtype {list(dtype) or 'any'}"
         )
-    records: list[Record] = []
+    finished: dict[int, list[Record]] = {}
     try:
-        for job, found in _results(jobs, where):
-            records += found
-            if format == "table":
-                print("\n".join(line for record in found for line in lines(job, record)), flush=True)
+        guesses = {id(job): sum(seconds(job, row) for row in job.rows) for job in jobs}
+        with sweep.progress(sum(guesses.values()), sum(len(job.rows) for job in jobs)) as step:
+            for job, found in _results(jobs, where):
+                finished[id(job)] = found
+                if format == "table":
+                    print("\n".join(line for record in found for line in lines(job, record)), flush=True)
+                step(job.name or job.case.label, guesses[id(job)], len(found))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    records = [record for job in jobs for record in finished[id(job)]]
     if format == "table":
         print(summary(records))
     else:
@@ -72,7 +76,7 @@ def check(
 
 
 def _results(jobs: Sequence[CaseJob], device: str) -> Iterator[tuple[CaseJob, list[Record]]]:
-    """Each job with its records: small ones on several workers at once, then those that need the board alone."""
+    """Each job with its records as they finish: small ones side by side, then those that need the board alone."""
     small = [job for job in jobs if memory_bytes(job) < SMALL_BYTES]
     large = [job for job in jobs if memory_bytes(job) >= SMALL_BYTES]
     own = dict.fromkeys(row.backend for job in jobs for row in job.rows if is_custom(row.backend))
@@ -81,9 +85,11 @@ def _results(jobs: Sequence[CaseJob], device: str) -> Iterator[tuple[CaseJob, li
         hello = first.start()
         if own:
             first.load(list(own))
-        count = min(MOST_WORKERS, (os.cpu_count() or 1) // 2, len(small) // 4, hello.memory_bytes // SMALL_BYTES)
+        count = worker_count(len(small), os.cpu_count() or 1, hello.memory_bytes, SMALL_BYTES)
+        if count > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
         supervisors = [first, *(stack.enter_context(Supervisor(device)) for _ in range(count - 1))]
-        yield from sweep.execute_parallel(supervisors, small)
+        yield from sweep.execute_parallel(supervisors, compile_first(small))
         for supervisor in supervisors[1:]:
             supervisor.close()
         yield from sweep.execute_parallel(supervisors[:1], large)

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -45,13 +46,13 @@ def execute(supervisor: Supervisor, jobs: Sequence[CaseJob], store: Store, *, sh
 def execute_parallel(
     supervisors: Sequence[Supervisor], jobs: Sequence[CaseJob]
 ) -> Iterator[tuple[CaseJob, list[Record]]]:
-    """Run untimed jobs on several workers at once; yields each job with its records, in the order of `jobs`.
+    """Run untimed jobs on several workers at once; yields each job with its records as it is finished.
 
     Compiling is most of a check's time, and workers compile side by side. Only for checks: timed jobs would disturb
     each other.
     """
-    queue = iter(enumerate(jobs))
-    done: dict[int, list[Record]] = {}
+    queue = iter(jobs)
+    finished: deque[tuple[CaseJob, list[Record]]] = deque()
     state = threading.Condition()
     failures: list[BaseException] = []
 
@@ -59,29 +60,28 @@ def execute_parallel(
         try:
             while True:
                 with state:
-                    index, job = next(queue, (-1, None))
-                    if job is None or failures:
-                        return
+                    job = None if failures else next(queue, None)
+                if job is None:
+                    return
                 found = [message for message in supervisor.run(job) if isinstance(message, Record)]
                 with state:
-                    done[index] = found
+                    finished.append((job, found))
                     state.notify_all()
         except BaseException as error:
             with state:
                 failures.append(error)
                 state.notify_all()
 
-    threads = [threading.Thread(target=work, args=(supervisor,), daemon=True) for supervisor in supervisors]
-    for thread in threads:
-        thread.start()
-    for index, job in enumerate(jobs):
+    for supervisor in supervisors:
+        threading.Thread(target=work, args=(supervisor,), daemon=True).start()
+    for _ in jobs:
         with state:
-            while index not in done and not failures:
+            while not finished and not failures:
                 state.wait()
-            if index not in done:
+            if not finished:
                 raise failures[0]
-            found = done.pop(index)
-        yield job, found
+            one = finished.popleft()
+        yield one
 
 
 Step = Callable[[str, float, int], None]
@@ -104,7 +104,9 @@ def progress(total_s: float, rows: int, show: bool | None = None) -> Iterator[St
         TimeRemainingColumn(),
         TextColumn("{task.description}", markup=False),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    # A bar on a terminal's stderr must not swallow a table that goes down a pipe.
+    console, both = Console(stderr=True), sys.stdout.isatty()
+    with Progress(*columns, console=console, transient=True, redirect_stdout=both) as bar:
         task = bar.add_task("starting", total=max(total_s, 1e-9), rows=f"0/{rows}")
         count = 0
 
