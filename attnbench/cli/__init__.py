@@ -101,6 +101,9 @@ def _run(
     ] = False,
     device: Annotated[Device | None, typer.Option(help="Where to run; default: cuda where there is one.")] = None,
     format: FormatOption = "table",
+    detail: Annotated[
+        bool, typer.Option("--detail", help="Also show where each row's time goes: parts on the device, host time.")
+    ] = False,
 ) -> None:
     """Check and time the cases of a scenario; store the run."""
     _call(
@@ -114,6 +117,7 @@ def _run(
         dry_run=dry_run,
         device=device,
         format=format,
+        detail=detail,
     )
 
 
@@ -188,7 +192,7 @@ def _report(
     format: Annotated[Literal["html", "md"], typer.Option("--format", "-f", help="A page, or Markdown.")] = "html",
     results: ResultsOption = RESULTS,
 ) -> None:
-    """Write a run as one page that needs no network, or as Markdown for a pull request."""
+    """Write a run as one page, or as Markdown for a pull request."""
     _call("report", run=run, out=out, format=format, results=results)
 
 

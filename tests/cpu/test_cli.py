@@ -17,7 +17,21 @@ from attnbench.cli.list_ import OPERATIONS, backends, scenarios
 from attnbench.ops import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("run", "check", "compare", "plot", "list", "validate", "schema", "build", "doctor", "clean")
+COMMANDS = (
+    "run",
+    "check",
+    "compare",
+    "report",
+    "history",
+    "plot",
+    "list",
+    "validate",
+    "schema",
+    "build",
+    "doctor",
+    "selftest",
+    "clean",
+)
 
 
 def attnbench(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -89,12 +103,16 @@ def test_help_list_and_compare_load_nothing_heavy(results: Path) -> None:
     assert loaded("list", cwd=ROOT) <= {"pydantic"}
     one, two = sorted(path.name for path in results.iterdir())
     assert loaded("compare", one, one, "--results", str(results), cwd=ROOT) <= {"pydantic"}
+    assert loaded("history", "4x", "--results", str(results), cwd=ROOT) <= {"pydantic"}
+    assert loaded("report", one, "--format", "md", "--results", str(results), cwd=ROOT) <= {"pydantic"}
+    assert "torch" not in loaded("report", one, "--results", str(results), cwd=ROOT)
     assert loaded("validate", "scenarios/smoke.yaml", cwd=ROOT) <= {"pydantic"}
     assert loaded("compare", one, two, "--results", str(results), cwd=ROOT) <= {"pydantic", "numpy"}
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--help",), ("list",), ("validate", "scenarios/smoke.yaml"), ("compare", "x", "y")]
+    "arguments",
+    [("--help",), ("list",), ("validate", "scenarios/smoke.yaml"), ("compare", "x", "y"), ("history", "x")],
 )
 def test_start_up_time(arguments: tuple[str, ...]) -> None:
     # Processor seconds, not the wall's: those hardly grow while other work has the cores.

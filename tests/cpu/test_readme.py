@@ -17,6 +17,9 @@ DRY = {  # what stands in for a command that needs a GPU, a history or minutes
     "attnbench run scenarios/h100.yaml": "attnbench run scenarios/h100.yaml --dry-run",
     "attnbench check --dtype bf16": "attnbench check --scenario scenarios/smoke.yaml --dtype fp16 --device cpu",
     "attnbench compare main HEAD": None,  # needs runs of two commits: tests/cpu/test_compare.py
+    "attnbench compare main HEAD --rerun scenarios/h100.yaml": None,  # tests/cpu/test_rerun.py
+    'attnbench history "4x4096*causal"': 'attnbench history "4x4096" --results results/reference',
+    "attnbench report RUN": None,  # tests/cpu/test_report.py
     "attnbench run FILE": None,
     "attnbench validate FILE": "attnbench validate scenarios/smoke.yaml",
     "attnbench plot RUN": None,  # tests/cpu/test_plot.py
