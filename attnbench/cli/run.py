@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from attnbench.measure.provenance import provenance
 from attnbench.measure.supervisor import Supervisor
 from attnbench.results.record import COULD_NOT_RUN, Record
 from attnbench.results.runs import Key, Run, find_resumable, newest_run, read_run, same_run
+from attnbench.results.split_text import split_table
 from attnbench.results.store import RunWriter
 from attnbench.results.table import as_table, sentences
 from attnbench.results.text import Column, aligned, terminal_width, wrap
@@ -36,13 +37,16 @@ def run(
     dry_run: bool = False,
     device: str | None = None,
     format: str = "table",
+    detail: bool = False,
 ) -> int:
-    """Check and time a scenario's cases, store the run, print its table.
+    """Check and time a scenario's cases, store the run, print its table; `detail` also says where each row's time goes.
 
     Returns 0 when all is good, 1 when a judged backend failed its check, 3 when cases could not be run, and 130 after
     Ctrl-C, with every finished case stored.
     """
     plan = scenarios.load(scenario)
+    if detail:
+        plan = replace(plan, measure=replace(plan.measure, split=True))
     where = choose_device(device)
     jobs = plan_jobs(plan, where, backend, only)
     failed_in = None
@@ -65,6 +69,8 @@ def run(
             folder, interrupted = _sweep(supervisor, hello, plan, jobs, out, resume, failed_in)
     stored = read_run(folder)
     _show(stored, format)
+    if detail and format == "table" and (split := split_table(stored.records.values())):
+        print(f"\nWhere the time goes, ms:\n{split}")
     if interrupted:
         print(f"interrupted; what was finished is in {folder} (go on with --resume)", file=sys.stderr)
         return INTERRUPTED
