@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from attnbench.measure.referee import second_opinion
 from attnbench.measure.sampling import BLOCK
+from attnbench.measure.split import kernel_times
 from attnbench.measure.stats import summarise
 from attnbench.measure.timer import DeviceClock, Timed
 
@@ -16,12 +18,13 @@ _WALL_CALLS = 100
 
 
 def crosscheck(clock: DeviceClock) -> dict[str, Any]:
-    """Time a matmul and a copy by graph, by events and by the wall clock, and a matmul against itself.
+    """Time a matmul and a copy by graph, events, wall clock and profiler, and a matmul against itself.
 
     `timers`: microseconds by kernel and clock; warm L2, since a wall clock cannot leave a flush out.
     `timer_gap_percent`: the largest disagreement between two clocks on one kernel. `noise_floor_percent`: the largest
     difference of medians in eight comparisons of a call with itself, sampled as rows are (cold, A B B A, 30 each).
-    Smaller differences between two backends of one run are invisible on this machine.
+    Smaller differences between two backends of one run are invisible on this machine. `referee`, where `cuda-bench` is
+    installed: see `referee.second_opinion`.
     """
     a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     source = torch.randn(1 << 26, device="cuda")
@@ -38,15 +41,21 @@ def crosscheck(clock: DeviceClock) -> dict[str, Any]:
             spans["graph"] += clock.sample_warm(graph, 20)
             spans["events"] += clock.sample_warm(events, 20)
             spans["wall"].append(_wall_ms(clock, graph))
+        profiled = sum(kernel_times(clock, call, 20, cold=False).values())
+        if profiled:  # no kernels are seen where another profiler is attached
+            spans["profiler"] = [profiled]
         found = {clock_name: 1e3 * summarise(samples).median for clock_name, samples in spans.items()}
         gap = max(gap, max(found.values()) / min(found.values()) - 1)
         timers[name] = {clock_name: round(value, 3) for clock_name, value in found.items()}
         graph.close()
-    return {
+    noise = _noise(clock, kernels["matmul 4096"])
+    found_all: dict[str, Any] = {
         "timers": timers,
         "timer_gap_percent": round(100 * gap, 3),
-        "noise_floor_percent": round(100 * _noise(clock, kernels["matmul 4096"]), 3),
+        "noise_floor_percent": round(100 * noise, 3),
     }
+    opinion = second_opinion()
+    return found_all if opinion is None else {**found_all, "referee": opinion}
 
 
 def _wall_ms(clock: DeviceClock, timed: Timed) -> float:

@@ -51,14 +51,17 @@ def per_call(events: Iterable[Any], calls: int) -> dict[str, float]:
     }
 
 
-def kernel_times(clock: DeviceClock, call: Callable[[], Any], calls: int = CALLS) -> dict[str, float]:
-    """Milliseconds a call by full kernel name, cold L2; empty where the profiler sees no kernels."""
+def kernel_times(
+    clock: DeviceClock, call: Callable[[], Any], calls: int = CALLS, *, cold: bool = True
+) -> dict[str, float]:
+    """Milliseconds a call by full kernel name, cold or warm L2; empty where the profiler sees no kernels."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         with torch.cuda.stream(clock.stream):
             for _ in range(calls):
-                clock.evict()
+                if cold:
+                    clock.evict()
                 call()
         clock.stream.synchronize()
     return per_call(profile.key_averages(), calls)

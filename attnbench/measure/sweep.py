@@ -137,7 +137,10 @@ def machine_words(found: dict[str, Any]) -> str:
     words = f"differences under {noise:.2f} % are invisible on this machine; its clocks agree within {gap:.2f} %"
     if gap > 2:
         words += " (more than 2 %: close other work on this machine, and see `attnbench doctor`)"
-    return words
+    referee = found.get("referee", {})
+    if "gap_percent" in referee:
+        words += f"; cuda-bench agrees within {referee['gap_percent']:.2f} %"
+    return words + (f"; {referee['error']}" if "error" in referee else "")
 
 
 def with_ceilings(supervisor: Supervisor, jobs: Sequence[CaseJob]) -> tuple[list[CaseJob], dict[str, float]]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from attnbench.measure import referee
+from attnbench.measure.sweep import machine_words
 
 
 class Bench:
@@ -83,3 +84,11 @@ def test_a_referee_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(referee, "installed", lambda: True)
     monkeypatch.setattr(subprocess, "run", hang)
     assert "longer than" in (referee.second_opinion() or {})["error"]
+
+
+def test_the_run_says_what_the_referee_said() -> None:
+    found = {"timer_gap_percent": 0.5, "noise_floor_percent": 0.2}
+    assert "cuda-bench" not in machine_words(found)
+    agrees = {"times_us": {}, "gap_percent": 0.8}
+    assert machine_words({**found, "referee": agrees}).endswith("cuda-bench agrees within 0.80 %")
+    assert machine_words({**found, "referee": {"error": "cuda-bench gave no times: x"}}).endswith("no times: x")

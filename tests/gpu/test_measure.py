@@ -159,7 +159,7 @@ def test_clocks_agree_and_a_equals_a(supervisor: Supervisor) -> None:
     found = supervisor.crosscheck()
     assert found["timer_gap_percent"] < 5
     assert found["noise_floor_percent"] < 2
-    assert set(found["timers"]["matmul 4096"]) == {"graph", "events", "wall"}
+    assert set(found["timers"]["matmul 4096"]) == {"graph", "events", "wall", "profiler"}
 
 
 def test_selftest_catches_all_thirteen(capsys: pytest.CaptureFixture[str]) -> None:
