@@ -26,7 +26,8 @@ test: $(READY) ## Run the CPU tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cpu -n $(WORKERS)
 
 test-gpu: $(READY) ## Run the GPU tests (needs a CUDA device)
-	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -m pytest tests/gpu -m "not quiet" -n 6
+	$(BIN)/python -m pytest tests/gpu -m quiet
 
 check: $(READY) ## Check our kernels against fp64 over the built-in corpus
 	$(BIN)/attnbench check

@@ -51,6 +51,7 @@ def median_us(samples: list[float]) -> float:
     return 1e3 * statistics.median(samples)
 
 
+@pytest.mark.quiet
 def test_graph_and_events_agree_on_a_long_kernel(clock: DeviceClock) -> None:
     a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     graph, events = clock.prepare(lambda: a @ a), clock.prepare(lambda: a @ a, graph=False)
@@ -63,6 +64,7 @@ def test_graph_and_events_agree_on_a_long_kernel(clock: DeviceClock) -> None:
     assert median_us(one) == pytest.approx(median_us(two), rel=0.05)
 
 
+@pytest.mark.quiet
 def test_host_time_stays_out_of_a_device_sample(clock: DeviceClock) -> None:
     a = torch.randn(1 << 16, device="cuda")
 
@@ -76,6 +78,7 @@ def test_host_time_stays_out_of_a_device_sample(clock: DeviceClock) -> None:
     assert max(samples) < 0.5, "a 2 ms launch must not show in a kernel of microseconds"
 
 
+@pytest.mark.quiet
 def test_a_flushed_cache_is_slower_than_a_warm_one(clock: DeviceClock) -> None:
     source = torch.randn(1 << 21, device="cuda")
     target = torch.empty_like(source)
@@ -130,6 +133,7 @@ def test_what_cannot_be_captured_says_so(supervisor: Supervisor) -> None:
     assert supervisor.ceilings(("bf16",), seconds=0.1), "a failed capture must leave random numbers and memory usable"
 
 
+@pytest.mark.quiet
 def test_a_row_has_all_its_figures(supervisor: Supervisor) -> None:
     passes = ("forward", "backward", "forward_backward")
     ceilings = supervisor.ceilings(("bf16",), seconds=0.4)
@@ -155,6 +159,7 @@ def test_a_row_has_all_its_figures(supervisor: Supervisor) -> None:
     assert found["triton", "forward"].median_ms < found["triton", "forward_backward"].median_ms  # type: ignore[operator]
 
 
+@pytest.mark.quiet
 def test_clocks_agree_and_a_equals_a(supervisor: Supervisor) -> None:
     found = supervisor.crosscheck()
     assert found["timer_gap_percent"] < 5

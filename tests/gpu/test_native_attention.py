@@ -185,6 +185,7 @@ def test_runs_on_the_current_stream() -> None:
     assert torch.equal(got, want)
 
 
+@pytest.mark.quiet
 def test_module_load_and_call_are_quick() -> None:
     q, k, v = (torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     kernels_native.attention(q, k, v, kernel="sm90_mma")
