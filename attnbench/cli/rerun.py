@@ -19,7 +19,8 @@ from attnbench.measure.jobs import choose_device
 from attnbench.measure.provenance import project_root
 from attnbench.results.migrations import RECORD_STEPS, migrate
 from attnbench.results.record import Record
-from attnbench.results.runs import Key, Run, full_commit, key_of, read_run
+from attnbench.results.repository import full_commit, git
+from attnbench.results.runs import Key, Run, key_of, read_run
 from attnbench.results.store import RunWriter
 from attnbench.results.turns import alone, joined
 
@@ -158,9 +159,9 @@ def _ceilings(sides: Sequence[Side], writers: Sequence[RunWriter]) -> dict[str, 
 
 def _info(side: Side, scenario: Path) -> dict[str, Any]:
     info = {**side.plan["info"], "scenario_file": str(scenario), "command": [Path(sys.argv[0]).name, *sys.argv[1:]]}
-    commit = _git(side.folder, "rev-parse", "HEAD")
+    commit = git("rev-parse", "HEAD", folder=side.folder)
     if commit and not Path(side.asked).is_dir():  # a checkout of our own: what it holds is that commit
-        when = _git(side.folder, "show", "-s", "--format=%cI", "HEAD")
+        when = git("show", "-s", "--format=%cI", "HEAD", folder=side.folder)
         info |= {"commit": commit, "branch": None, "commit_time": when, "dirty": False, "diff_hash": None}
     return info
 
@@ -189,7 +190,7 @@ def checkout(text: str) -> Iterator[Path]:
         )
         if done.returncode:
             raise UserError(f"cannot check {text} out: {done.stderr.decode(errors='replace').strip()}")
-        below = _git(Path.cwd(), "rev-parse", "--show-prefix") or ""
+        below = git("rev-parse", "--show-prefix") or ""
         yield tree / below if (tree / below).is_dir() else tree
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", str(tree)], capture_output=True, check=False)
@@ -197,19 +198,10 @@ def checkout(text: str) -> Iterator[Path]:
             root.rmdir()
 
 
-def _git(folder: Path, *words: str) -> str | None:
-    try:
-        command = ["git", "-C", str(folder), *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
-
-
 @contextlib.contextmanager
 def _started(name: str, text: str, folder: Path, arguments: Sequence[str]) -> Iterator[Side]:
     """A process that measures in `folder`, with the attnbench of that checkout where it holds one, else with ours."""
-    top = Path(_git(folder, "rev-parse", "--show-toplevel") or folder)
+    top = Path(git("rev-parse", "--show-toplevel", folder=folder) or folder)
     package = next((place for place in (folder, top) if (place / "attnbench/__init__.py").is_file()), project_root())
     paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
     orders_read, orders_write = os.pipe()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from attnbench.results.changepoints import Point, Step, steps
 from attnbench.results.record import Record
+from attnbench.results.repository import git
 from attnbench.results.runs import Run
 from attnbench.results.statistics import RUN_TO_RUN, log_error
 
@@ -107,24 +107,14 @@ def commit_order(commits: Iterable[str], cwd: Path | None = None) -> dict[str, i
     wanted = sorted(set(commits))
     if not wanted or not all(wanted):
         return None
-    known = _git(["cat-file", "--batch-check=%(objecttype)"], "\n".join(wanted), cwd)
+    known = git("cat-file", "--batch-check=%(objecttype)", folder=cwd, text="\n".join(wanted))
     if known is None or known.split() != ["commit"] * len(wanted):
         return None
-    history = _git(["rev-list", "--topo-order", "--reverse", *wanted], "", cwd)
+    history = git("rev-list", "--topo-order", "--reverse", *wanted, folder=cwd)
     if history is None:
         return None
     place = {commit: i for i, commit in enumerate(history.split())}
     return {commit: place[commit] for commit in wanted}
-
-
-def _git(arguments: list[str], text: str, cwd: Path | None) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", *arguments], input=text, capture_output=True, text=True, cwd=cwd, timeout=30, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def arrange(series: Sequence[Series], order: dict[str, int] | None, threshold: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import json
 import re
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +18,7 @@ from typing import Any
 from attnbench.errors import UserError, did_you_mean
 from attnbench.results.migrations import RECORD_STEPS, RUN_STEPS, migrate
 from attnbench.results.record import COULD_NOT_RUN, GOOD, Record
+from attnbench.results.repository import full_commit
 
 RUN_FILE = "run.json"
 CASES_FILE = "cases.jsonl"
@@ -224,22 +224,6 @@ def newest_run(results: Path | str, scenario: str, device: str) -> Run:
         if run.scenario == scenario and run.info.get("device") == device:
             return _with_records(run)
     raise NoBaseline(f"there is no run of {scenario} on {device} under {results} to take failures from")
-
-
-def full_commit(text: str, cwd: Path | None = None) -> str | None:
-    """The full hash that git gives `text`, or None (no such commit, no repository, no git)."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}"],
-            capture_output=True,
-            text=True,
-            cwd=cwd,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def runs_of_commit(text: str, runs: list[Run]) -> tuple[list[Run], str | None]:
