@@ -15,20 +15,24 @@ LEAST_FOR_P99 = 100
 WIDTH, HEIGHT = 460, 74
 
 
-def detail(run: Run, r: Record) -> str:
-    """Times, work, errors, build and telemetry in parts, samples as a picture, and the command."""
+def detail(run: Run, r: Record, *, whole: bool = True) -> str:
+    """Times, work, errors and build in parts, samples as a picture, and the command; without `whole` this alone."""
     parts = [
         ("Times, ms", _times(r)),
         ("Work", _work(r)),
         ("Built", _built(r)),
         ("Errors, share of budget", _errors(r)),
     ]
+    if not whole:
+        parts = []
     boxes = "".join(
         f"<div><h3>{title}</h3>{''.join(f'<div>{html.escape(line)}</div>' for line in lines)}</div>"
         for title, lines in parts
         if lines
     )
-    picture = f"<div><h3>{len(r.samples_ms)} samples, ms</h3>{_samples(r)}</div>" if len(r.samples_ms) > 1 else ""
+    picture = (
+        f"<div><h3>{len(r.samples_ms)} samples, ms</h3>{_samples(r)}</div>" if whole and len(r.samples_ms) > 1 else ""
+    )
     said = "".join(f"<p>{html.escape(text)}</p>" for text in (r.reason, _fallback(r)) if text)
     tail = f"<pre>{html.escape(chr(10).join(r.stderr_tail))}</pre>" if r.stderr_tail else ""
     command = html.escape(reproduction(run, r))

@@ -27,6 +27,8 @@ from attnbench.results.store import to_json_text
 from attnbench.results.table import COLUMNS, Figures, cell, figures, ordered, sentences
 from attnbench.results.text import PASSES, backend_name
 
+MOST_DETAILED = 1000
+"""With more rows a page would be too heavy for a phone: plots with a line a case, and samples, are then left out."""
 TEXT_COLUMNS = ("case", "backend", "pass", "outcome", "flags")
 PRECISE = ("tflops", "tb_s")
 
@@ -126,10 +128,11 @@ def _plots(run: Run, rows: Sequence[Record]) -> tuple[str, set[str]]:
     from attnbench.results.plot_cases import reference_of, speed_up
 
     timed = [r for r in rows if r.outcome == "ok" and r.median_ms]
-    found = [figure for _, figure in run_figures(run)]
+    small = len(rows) <= MOST_DETAILED
+    found = [figure for _, figure in run_figures(run)] if small else []
     if (first := roofline(run, rows)) is not None:
         found.insert(0, first)
-    if reference_of(timed) != "eager" and (eager := speed_up(run, timed, "eager")) is not None:
+    if small and reference_of(timed) != "eager" and (eager := speed_up(run, timed, "eager")) is not None:
         found.append(eager)
     titles = {anchor(r): f"{r.label}, {backend_name(r.backend)} {r.pass_}: {r.median_ms:.4g} ms" for r in timed}
     out, used = [], set()
@@ -158,7 +161,7 @@ def _table(run: Run, rows: Sequence[Record], backends: Sequence[str]) -> str:
     if not rows:
         return '<p class="muted">None: the run ended before its first row.</p>\n'
     numbers = figures(rows)
-    reach = strip_reach(rows)
+    reach = strip_reach(rows) if len(rows) <= MOST_DETAILED else None
     titles = {name: column.title for name, column in COLUMNS if any(row[name] not in (None, "") for row in numbers)}
     first = [*TEXT_COLUMNS[:4]]
     rest = [name for name in titles if name not in (*first, "sm_mhz", "power_w")]  # telemetry has a table of its own
@@ -168,26 +171,33 @@ def _table(run: Run, rows: Sequence[Record], backends: Sequence[str]) -> str:
         if name in PRECISE:
             title, scales[name] = rate_unit([row[name] for row in numbers], title)
         heads.append((title, "" if name in TEXT_COLUMNS else "n"))
-        if name == "spread":
+        if name == "spread" and reach:
             heads.append(("samples", "plain"))
     body = []
     for r, row in zip(rows, numbers, strict=True):
         cells = "".join(_cells(r, row, name, scales, reach, backends) for name, _ in columns)
+        folded = detail(run, r, whole=reach is not None)
         body.append(
             f'<tr class="row" id="{anchor(r)}"><td><button class="more" type="button" aria-expanded="false" '
             f'aria-label="detail"></button></td>{cells}</tr>\n'
-            f'<tr class="detail" hidden><td colspan="{len(heads)}"><div>{detail(run, r)}</div></td></tr>\n'
+            f'<tr class="detail" hidden><td colspan="{len(heads)}"><div>{folded}</div></td></tr>\n'
         )
+    strips = (
+        f"Samples: each as a stroke, ± {100 * reach:.2g} % around the median; the band is its 95 % interval."
+        if reach
+        else f"More than {MOST_DETAILED:,} rows: their samples and the plots by case are left out; the run has them."
+    )
     return (
-        '<p class="muted">A click on a head sorts; the arrow at the left of a row opens all its figures, and the '
-        f"command that runs it again. Samples: each as a stroke, ± {100 * reach:.2g} % around the median; the band "
-        "is its 95 % interval.</p>\n"
+        '<p class="muted">A click on a head sorts; the arrow at the left of a row opens its figures, and the command '
+        f"that runs it again. {strips}</p>\n"
         '<p><input id="filter" type="search" placeholder="filter: causal sm90 fwd" aria-label="filter rows"></p>\n'
         + _sheet("rows", heads, body)
     )
 
 
-def _cells(r: Record, row: Figures, name: str, scales: dict[str, float], reach: float, backends: Sequence[str]) -> str:
+def _cells(
+    r: Record, row: Figures, name: str, scales: dict[str, float], reach: float | None, backends: Sequence[str]
+) -> str:
     text = html.escape(cell(name, row, scales))
     if name == "backend":
         return f'<td data-v="{html.escape(r.backend)}">{_name(r.backend, backends)}</td>'
@@ -198,7 +208,7 @@ def _cells(r: Record, row: Figures, name: str, scales: dict[str, float], reach: 
         return f"<td{' class=flag' if name == 'flags' else ''}>{text}</td>"
     value = row[name]
     out = f'<td class="n" data-v="{"" if value is None else f"{value:.6g}"}">{text}</td>'
-    if name == "spread":
+    if name == "spread" and reach:
         out += f"<td>{strip_svg(r, reach) if r.samples_ms and r.median_ms else ''}</td>"
     return out
 

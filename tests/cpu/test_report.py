@@ -165,6 +165,19 @@ def test_markdown_of_a_large_run_leaves_tables_out_and_says_so(tmp_path: Path) -
     assert "Left out for want of room: all rows" in text
 
 
+def test_a_page_of_many_rows_stays_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = store(tmp_path, attention_records(seqlens=(1024, 4096)))
+    whole = as_html(stored)
+    monkeypatch.setattr("attnbench.results.report_html.MOST_DETAILED", 10)
+    text = as_html(stored)
+    assert len(text) < len(whole) / 2
+    Page(text)
+    assert "More than 10 rows" in text
+    assert 'class="strip"' not in text
+    assert "Speed-up" not in text
+    assert all(reproduction(stored, record) in text for record in stored.records.values())
+
+
 def test_verdicts(tmp_path: Path) -> None:
     good = store(tmp_path, attention_records(seqlens=(1024,)), rows=20)
     assert verdict(good).good is True
