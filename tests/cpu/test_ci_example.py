@@ -42,7 +42,7 @@ def test_the_gate_closes_on_a_slower_kernel(tmp_path: Path) -> None:
     command.chmod(0o755)
     git(repository, "init", "-q")
     (repository / "pair.yaml").write_text(SCENARIO.format(backend="kernels/mine.py:KERNEL"))
-    for seconds in (0.002, 0.008):
+    for seconds in (0.001, 0.004):
         (repository / "kernels" / "mine.py").write_text(KERNEL.format(seconds=seconds))
         git(repository, "add", "-A")
         git(repository, "commit", "-q", "-m", f"sleeps {seconds}")

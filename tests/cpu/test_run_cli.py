@@ -100,7 +100,7 @@ def test_only_failed_runs_what_went_wrong_in_the_newest_run(
 ) -> None:
     states = [{**provenance(), "commit": commit} for commit in ("a" * 40, "b" * 40)]
     monkeypatch.setattr("attnbench.cli.run.provenance", lambda own: states[0])
-    scenario = write(tmp_path, f"backends: ['{BAD}:KILL', '{BAD}:ZEROS', eager]")
+    scenario = write(tmp_path, f"backends: ['{BAD}:MEMORY', '{BAD}:ZEROS', eager]")
     out = tmp_path / "r"
     with pytest.raises(NoBaseline, match="no run of tiny on cpu"):
         run(scenario=scenario, out=out, device="cpu", only_failed=True)
@@ -115,7 +115,7 @@ def test_only_failed_runs_what_went_wrong_in_the_newest_run(
     assert run(scenario=scenario, out=out, device="cpu", only_failed=True, resume=True) == 1
     again = read_run(first)
     assert len(again.lines) == len(again.records) + 4  # appended to the run itself: nothing has changed
-    assert {r.outcome for r in again.lines[-4:]} == {"crashed", "check-failed"}
+    assert {r.outcome for r in again.lines[-4:]} == {"oom", "check-failed"}
 
     monkeypatch.setattr("attnbench.cli.run.provenance", lambda own: states[1])
     assert run(scenario=scenario, out=out, device="cpu", only_failed=True, resume=True) == 1
