@@ -16,7 +16,7 @@ from attnbench.backends import judged
 from attnbench.results.comparable import Footing, differing_fields, footing, near_identity, reason_against
 from attnbench.results.record import COULD_NOT_RUN, Record
 from attnbench.results.runs import Key, Run
-from attnbench.results.statistics import RUN_TO_RUN, Ratio, bootstrap_ratio, geometric_mean, holm, ratio_of_medians
+from attnbench.results.statistics import Ratio, bootstrap_ratio, geometric_mean, holm, ratio_of_medians, run_to_run
 
 Verdict = Literal["regressed", "improved", "same", "ambiguous", "incomparable", "missing"]
 VERDICTS: tuple[Verdict, ...] = ("regressed", "improved", "same", "ambiguous", "incomparable", "missing")
@@ -96,10 +96,10 @@ def compare(base: Run, new: Run, *, threshold: float = 0.02) -> Comparison:
             continue
         assert one is not None
         assert other is not None
-        both.append((key, one, other, _stored_ratio(one, other)))
+        both.append((key, one, other, _stored_ratio(one, other, ground)))
         rows[key] = Row(key, other.label, "same")  # keeps the order; judged below
     _name_near_misses(rows, base, new)
-    both = _sharpen(both, margin)
+    both = _sharpen(both, margin, ground)
     adjusted = holm([ratio.p for *_, ratio in both])
     for (key, one, other, ratio), p in zip(both, adjusted, strict=True):
         rows[key] = _judge(key, one, other, replace(ratio, p=p), margin, ground)
@@ -180,20 +180,19 @@ def _accuracy(base: Record, new: Record) -> str:
     return f"less accurate: {', '.join(grown)} of the error budget" if grown else ""
 
 
-def _allowance(record: Record) -> float:
-    return RUN_TO_RUN.get(record.timer or "", max(RUN_TO_RUN.values()))
-
-
-def _stored_ratio(base: Record, new: Record) -> Ratio:
+def _stored_ratio(base: Record, new: Record, ground: Footing) -> Ratio:
     assert base.median_ms is not None
     assert new.median_ms is not None
     no_interval = (0.0, math.inf)
+    allowance = run_to_run(new.timer, in_turns=ground.in_turns)
     return ratio_of_medians(
-        base.median_ms, base.ci_ms or no_interval, new.median_ms, new.ci_ms or no_interval, allowance=_allowance(new)
+        base.median_ms, base.ci_ms or no_interval, new.median_ms, new.ci_ms or no_interval, allowance=allowance
     )
 
 
-def _sharpen(both: list[tuple[Key, Record, Record, Ratio]], margin: float) -> list[tuple[Key, Record, Record, Ratio]]:
+def _sharpen(
+    both: list[tuple[Key, Record, Record, Ratio]], margin: float, ground: Footing
+) -> list[tuple[Key, Record, Record, Ratio]]:
     """The bootstrap from samples for the cases whose interval comes near the threshold, the closest first."""
 
     def distance(i: int) -> float:
@@ -208,7 +207,8 @@ def _sharpen(both: list[tuple[Key, Record, Record, Ratio]], margin: float) -> li
     out = list(both)
     for i in close:
         key, base, new, _ = both[i]
-        out[i] = (key, base, new, bootstrap_ratio(base.samples_ms, new.samples_ms, allowance=_allowance(new)))
+        allowance = run_to_run(new.timer, in_turns=ground.in_turns)
+        out[i] = (key, base, new, bootstrap_ratio(base.samples_ms, new.samples_ms, allowance=allowance))
     return out
 
 

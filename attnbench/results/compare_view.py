@@ -136,9 +136,9 @@ def next_commands(comparison: Comparison) -> dict[Verdict, str]:
 
 
 def _in_turns(comparison: Comparison) -> str:
-    """`BASE NEW` for `--rerun`, where two different commits are known that were not measured so already."""
+    """`BASE NEW` for `--rerun`, where two different commits are known."""
     base, new = comparison.base, comparison.new
-    if not base.commit or base.dirty or not new.commit or interleaved(base, new):
+    if not base.commit or base.dirty or not new.commit:
         return ""
     if new.dirty:
         return f"{base.commit[:10]} ."
@@ -157,6 +157,8 @@ def _why(comparison: Comparison, verdict: Verdict) -> str:
     reasons = [row.reason for row in comparison.rows if row.verdict == verdict]
     if verdict == "incomparable" and all(TOO_FEW in reason for reason in reasons):
         return "For more samples, at each commit, with a larger `max_seconds` in the scenario's `measure:`:"
+    if interleaved(comparison.base, comparison.new) and verdict == "ambiguous":
+        return "To narrow the interval, with a larger `max_seconds` in the scenario's `measure:`:"
     if " --rerun " in next_commands(comparison)[verdict]:
         return "To be exact, both in turns on this machine:"
     return _WHY[verdict]

@@ -13,7 +13,7 @@ from attnbench.results.changepoints import Point, Step, steps
 from attnbench.results.record import Record
 from attnbench.results.repository import git
 from attnbench.results.runs import Run
-from attnbench.results.statistics import RUN_TO_RUN, log_error
+from attnbench.results.statistics import log_error, run_to_run
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Entry:
         """The median as change points are found in it. Only for a timed record."""
         ms = self.record.median_ms or 1.0
         own = log_error(self.record.ci_ms) if self.record.ci_ms else 0.0
-        granted = RUN_TO_RUN.get(self.record.timer or "", max(RUN_TO_RUN.values()))
+        granted = run_to_run(self.record.timer)
         return Point(math.log(ms), math.hypot(own if math.isfinite(own) else 0.0, granted))
 
 

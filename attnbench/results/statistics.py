@@ -17,6 +17,8 @@ Z95 = 1.959964
 RUN_TO_RUN = {"graph": 0.002, "events": 0.002, "host": 0.02}
 """Relative standard error, by timer, that a median is granted beyond its own samples: an interval from within one run
 does not know how much the next run of the same code differs (clocks, placement in memory, other processes)."""
+HOST_IN_TURNS = 0.005
+"""The same on the host where both sides were measured in turns: other work met both."""
 RESAMPLES = 1000
 _SEED = 20251201
 
@@ -36,6 +38,13 @@ class Ratio:
         reach = Z95 * log_error
         p = math.erfc(abs(log_ratio) / (log_error * math.sqrt(2)))
         return cls(math.exp(log_ratio), math.exp(log_ratio - reach), math.exp(log_ratio + reach), p)
+
+
+def run_to_run(timer: str | None, *, in_turns: bool = False) -> float:
+    """The allowance of a median by its timer; that of the least certain one where the timer is unknown."""
+    if in_turns and timer == "host":
+        return HOST_IN_TURNS
+    return RUN_TO_RUN.get(timer or "", max(RUN_TO_RUN.values()))
 
 
 def log_error(interval: Sequence[float]) -> float:

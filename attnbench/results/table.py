@@ -11,7 +11,7 @@ from attnbench.results.compare_view import milliseconds
 from attnbench.results.plot_data import rate_unit
 from attnbench.results.record import COULD_NOT_RUN, Record
 from attnbench.results.runs import Run
-from attnbench.results.statistics import RUN_TO_RUN, Ratio, geometric_mean, ratio_of_medians
+from attnbench.results.statistics import Ratio, geometric_mean, ratio_of_medians, run_to_run
 from attnbench.results.store import to_json_text
 from attnbench.results.text import (
     PASSES,
@@ -238,7 +238,7 @@ def _against(group: Sequence[Record], subject: str, other: str) -> str:
         # The baseline's turns between this one's samples met the same clocks; its own row may not have.
         b_ms = (a.baseline_median_ms if a.baseline == other else None) or b.median_ms
         b_ci = [x * b_ms / b.median_ms for x in b_ci]
-        allowance = RUN_TO_RUN.get(a.timer or "", max(RUN_TO_RUN.values()))
+        allowance = run_to_run(a.timer)
         ratios.append(ratio_of_medians(a.median_ms, a_ci, b_ms, b_ci, allowance=allowance))
     if len(ratios) < len(shared):
         gone = len(shared) - len(ratios)
