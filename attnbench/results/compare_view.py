@@ -117,10 +117,12 @@ def next_commands(comparison: Comparison) -> dict[Verdict, str]:
             continue
         run = comparison.new
         if verdict == "incomparable" and comparison.footing.reason and comparison.base.commit:
-            commit = shlex.quote(str(comparison.base.commit)[:10])
-            found[verdict] = (
-                f"git switch --detach {commit} && attnbench run {shlex.quote(_scenario_path(comparison.base))}"
-            )
+            scenario = shlex.quote(_scenario_path(comparison.base))
+            if sides := _in_turns(comparison):
+                found[verdict] = f"attnbench compare {sides} --rerun {scenario}"
+            else:
+                commit = shlex.quote(str(comparison.base.commit)[:10])
+                found[verdict] = f"git switch --detach {commit} && attnbench run {scenario}"
             continue
         if verdict == "missing" and any("only in NEW" in r.reason or r.reason.startswith("BASE") for r in rows):
             run = comparison.base

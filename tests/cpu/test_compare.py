@@ -428,6 +428,10 @@ def test_two_commits_are_offered_to_be_measured_in_turns() -> None:
     command = next_commands(compare(base, new))["regressed"]
     assert command.startswith(f"attnbench compare {'a' * 10} {'b' * 10} --rerun scenarios/h100.yaml --only ")
     assert "To be exact" in as_text(compare(base, new), None)
+    other = run_of(some(1), commit="b" * 40, gpu={**H200, "name": "NVIDIA H100 80GB HBM3"})
+    assert "--rerun" in next_commands(compare(base, other))["incomparable"]
+    other.info["commit"] = base.commit
+    assert next_commands(compare(base, other))["incomparable"].startswith(f"git switch --detach {'a' * 10} && ")
     new.info["dirty"] = True
     assert f"attnbench compare {'a' * 10} . --rerun" in next_commands(compare(base, new))["regressed"]
     for run in (base, new):
