@@ -262,7 +262,8 @@ def candidates(text: str, results: Path | str) -> list[Run]:
     if commit:
         raise NoBaseline(
             f"no run of commit {commit[:10]} under {results}. To make one: git switch --detach {commit[:10]}, "
-            "attnbench run SCENARIO.yaml, git switch -"
+            "attnbench run SCENARIO.yaml, git switch -. Or measure both sides now: attnbench compare BASE NEW --rerun "
+            "SCENARIO.yaml"
         )
     raise UserError(
         f"{text!r} is no run under {results}, no run's folder and no git commit."
