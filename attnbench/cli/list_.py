@@ -23,7 +23,7 @@ _PACKAGE = {
     "fa3": "flash-attn-3",
     "flash_attn_res": "flash-attn-res",
     "liger": "liger-kernel",
-    "fla": "flash-linear-attention",
+    "fla": "fla-core",
 }
 _WHAT = {
     "eager": "plain PyTorch, the baseline of every plot",

@@ -24,10 +24,12 @@ PACKAGES = (
     "nvidia-cudnn-cu13",
     "nvidia-cudnn-cu12",
     "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "flash-attn-3",
     "flash-attn",
     "flash-attn-res",
     "liger-kernel",
-    "flash-linear-attention",
+    "fla-core",
 )
 _SOURCES = {".py", ".cu", ".cuh", ".h", ".cubin"}
 
