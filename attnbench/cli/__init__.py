@@ -20,6 +20,7 @@ from attnbench.errors import UserError
 
 Format = Literal["table", "json", "csv", "md"]
 Device = Literal["cuda", "cpu"]
+Executor = Literal["local", "ray"]
 
 app = typer.Typer(
     name="attnbench",
@@ -97,8 +98,16 @@ def _run(
         bool, typer.Option("--only-failed", help="Only what went wrong in this scenario's newest run, of any commit.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the planned cases and their memory; run none.")
+        bool, typer.Option("--dry-run", help="Print the planned cases, their memory and time; run none.")
     ] = False,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="all|N", help="Spread cases over several boards, one worker each.")
+    ] = None,
+    executor: Annotated[Executor, typer.Option(help="Boards of this machine, or of a Ray cluster.")] = "local",
+    address: Annotated[str | None, typer.Option(help="Ray's address: auto, host:port or ray://…")] = None,
+    accelerator: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Ray's accelerator type, such as H200, where it has several.")
+    ] = None,
     device: Annotated[Device | None, typer.Option(help="Where to run; default: cuda where there is one.")] = None,
     format: FormatOption = "table",
     detail: Annotated[
@@ -115,6 +124,10 @@ def _run(
         resume=resume,
         only_failed=only_failed,
         dry_run=dry_run,
+        gpus=gpus,
+        executor=executor,
+        address=address,
+        accelerator=accelerator,
         device=device,
         format=format,
         detail=detail,

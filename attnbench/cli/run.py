@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,20 @@ from typing import Any
 from attnbench import scenario as scenarios
 from attnbench.backends import judged
 from attnbench.backends.names import custom_file, is_custom
+from attnbench.cli import places
+from attnbench.cli.plan_text import plan_text
 from attnbench.measure import sweep
-from attnbench.measure.job import CaseJob, Hello
-from attnbench.measure.jobs import choose_device, memory_bytes, plan_jobs, seconds, without
+from attnbench.measure.job import CaseJob
+from attnbench.measure.jobs import plan_jobs, without
+from attnbench.measure.pool import Pool, Station, board_locks, boards_info, more_boards, surveys_info
 from attnbench.measure.provenance import provenance
-from attnbench.measure.supervisor import Supervisor
+from attnbench.measure.schedule import at_home
 from attnbench.results.record import COULD_NOT_RUN, Record
 from attnbench.results.runs import Key, Run, find_resumable, newest_run, read_run, same_run
 from attnbench.results.split_text import split_table
 from attnbench.results.store import RunWriter
 from attnbench.results.table import as_table, sentences
-from attnbench.results.text import Column, aligned, terminal_width, wrap
+from attnbench.results.text import terminal_width, wrap
 
 INTERRUPTED = 130
 
@@ -38,8 +42,14 @@ def run(
     device: str | None = None,
     format: str = "table",
     detail: bool = False,
+    gpus: str | None = None,
+    executor: str = "local",
+    address: str | None = None,
+    accelerator: str | None = None,
 ) -> int:
     """Check and time a scenario's cases, store the run, print its table; `detail` also says where each row's time goes.
+
+    `gpus` spreads the cases over several boards, of this machine or with `executor` "ray" of a cluster.
 
     Returns 0 when all is good, 1 when a judged backend failed its check, 3 when cases could not be run, and 130 after
     Ctrl-C, with every finished case stored.
@@ -47,7 +57,7 @@ def run(
     plan = scenarios.load(scenario)
     if detail:
         plan = replace(plan, measure=replace(plan.measure, split=True))
-    where = choose_device(device)
+    where = places.device_of(device, gpus, executor, dry_run)
     jobs = plan_jobs(plan, where, backend, only)
     failed_in = None
     if only_failed:
@@ -58,15 +68,15 @@ def run(
             print("nothing to do: nothing of this selection failed there")
             return 0
     if dry_run:
-        print(plan_text(jobs))
+        print(plan_text(jobs, places.planned_boards(gpus, executor)))
         return 0
-    with Supervisor(where) as supervisor:
-        hello = supervisor.start()
+    with places.pool_of(where, gpus, executor, address, accelerator) as pool:
+        stations = pool.start()
         own = dict.fromkeys(row.backend for job in jobs for row in job.rows if is_custom(row.backend))
         if own:
-            supervisor.load(list(own))
-        with sweep.gpu_lock(hello.uuid):
-            folder, interrupted = _sweep(supervisor, hello, plan, jobs, out, resume, failed_in)
+            pool.load(list(own))
+        with board_locks(stations) if executor == "local" else nullcontext():  # Ray's actors lock theirs
+            folder, interrupted = _sweep(pool, stations, plan, jobs, out, resume, failed_in)
     stored = read_run(folder)
     _show(stored, format)
     if detail and format == "table" and (split := split_table(stored.records.values())):
@@ -78,15 +88,15 @@ def run(
 
 
 def _sweep(
-    supervisor: Supervisor,
-    hello: Hello,
+    pool: Pool,
+    stations: Sequence[Station],
     plan: scenarios.Scenario,
     jobs: list[CaseJob],
     out: Path,
     resume: bool,
     failed_in: Run | None = None,
 ) -> tuple[Path, bool]:
-    info = run_info(plan, jobs, hello)
+    info = run_info(plan, jobs, stations)
     if failed_in is not None:
         info["only_failed_of"] = failed_in.name
         earlier = failed_in if resume and same_run(failed_in, info) else None
@@ -94,18 +104,21 @@ def _sweep(
         earlier = _earlier(out, info) if resume else None
     if earlier is not None and failed_in is None:
         done = earlier.done()
-        jobs = [left for job in jobs if (left := without(job, done)) is not None]
+        left_over = [left for job in jobs if (left := without(job, done)) is not None]
+        uuids = {station.hello.uuid for station in stations if station.hello.uuid}
+        jobs = at_home(left_over, jobs, earlier.records.values(), uuids)
     writer = RunWriter(out, info, resume=earlier)
     print(f"{sum(len(row.passes) for job in jobs for row in job.rows)} rows, into {writer.folder}", file=sys.stderr)
     try:
+        if earlier is not None:
+            writer.update(**more_boards(earlier.info, info))
         if jobs and plan.measure.ceilings:
-            jobs, found = sweep.with_ceilings(supervisor, jobs)
-            if found:
-                trust = supervisor.crosscheck()
-                writer.update(ceilings=found, crosscheck=trust)
-                if trust:
-                    print(sweep.machine_words(trust), file=sys.stderr)
-        sweep.execute(supervisor, jobs, writer.append)
+            surveys = pool.survey(sorted({job.case.dtype for job in jobs}))
+            if surveys[0].ceilings:
+                writer.update(**surveys_info(stations, surveys))
+                if surveys[0].crosscheck:
+                    print(sweep.machine_words(surveys[0].crosscheck), file=sys.stderr)
+        pool.execute(jobs, writer.append)
     except KeyboardInterrupt:
         writer.close(finished=False)
         return writer.folder, True
@@ -131,7 +144,7 @@ def _earlier(out: Path, info: dict[str, Any]) -> Run | None:
     return earlier
 
 
-def run_info(plan: scenarios.Scenario, jobs: Sequence[CaseJob], hello: Hello) -> dict[str, Any]:
+def run_info(plan: scenarios.Scenario, jobs: Sequence[CaseJob], stations: Sequence[Station]) -> dict[str, Any]:
     """The contents of `run.json`."""
     own = [
         Path(file) for job in jobs for row in job.rows if (file := custom_file(row.backend)) and Path(file).is_file()
@@ -140,8 +153,8 @@ def run_info(plan: scenarios.Scenario, jobs: Sequence[CaseJob], hello: Hello) ->
         "scenario": plan.name,
         "scenario_file": str(plan.file),
         "scenario_text": plan.text,
-        "device": hello.device,
-        "gpu": sweep.describe_gpu(hello),
+        "device": stations[0].hello.device,
+        **boards_info(stations),
         "measure": asdict(plan.measure),
         "rows": sum(len(row.passes) for job in jobs for row in job.rows),
         **provenance(own),
@@ -153,41 +166,6 @@ def exit_code(records: Sequence[Record]) -> int:
     if any(record.outcome == "check-failed" and judged(record.backend) for record in records):
         return 1
     return 3 if any(record.outcome in COULD_NOT_RUN for record in records) else 0
-
-
-def plan_text(jobs: Sequence[CaseJob]) -> str:
-    """One line a case: backends, passes, predicted memory and time; a sum at the end."""
-    columns = [
-        Column("case"),
-        Column("backends", drop=2),
-        Column("passes", drop=3),
-        Column("memory", ">", drop=1),
-        Column("time", ">", drop=1),
-    ]
-    rows, total = [], 0.0
-    for job in jobs:
-        took = sum(seconds(job, row) for row in job.rows)
-        total += took
-        rows.append(
-            [
-                job.case.label,
-                " ".join(row.backend for row in job.rows),
-                " ".join(dict.fromkeys(pass_ for row in job.rows for pass_ in row.passes)),
-                _size(memory_bytes(job)),
-                f"{took:.1f} s",
-            ]
-        )
-    count = sum(len(row.passes) for job in jobs for row in job.rows)
-    last = f"{len(jobs)} cases, {count} rows, about {_duration(total)} on {jobs[0].device} (a guess; compilation apart)"
-    return aligned(columns, rows, width=terminal_width()) + "\n" + last
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"
-
-
-def _duration(total: float) -> str:
-    return f"{total / 60:.0f} min" if total >= 120 else f"{total:.0f} s"
 
 
 def _show(stored: Run, format: str) -> None:

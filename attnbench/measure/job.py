@@ -26,7 +26,8 @@ class CaseJob:
     """One case with every backend that is to run it, so that inputs and references are made once.
 
     `layout` names a variant of how the inputs lie in memory (see `attnbench.ops.corpus`), "" the plain one. With
-    `timed` False rows end as `checked`; with `alone` a batch's longest sequence is compared with itself alone.
+    `timed` False rows end as `checked`; with `alone` a batch's longest sequence is compared with itself alone. `board`
+    is the UUID of the board that the case's other rows are from, None where any will do.
     """
 
     case: Case
@@ -40,6 +41,7 @@ class CaseJob:
     layout: str = ""
     alone: bool = False
     name: str = ""
+    board: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 

@@ -6,6 +6,7 @@ import fnmatch
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from attnbench import ops
 from attnbench.backends.names import BUILTIN, computes, is_custom
@@ -13,7 +14,8 @@ from attnbench.errors import UserError, did_you_mean
 from attnbench.measure import interpreter
 from attnbench.measure.job import CaseJob, Row
 from attnbench.measure.memory import needed
-from attnbench.scenario.case import op_name
+from attnbench.ops.base import Work
+from attnbench.scenario.case import Case, op_name
 from attnbench.scenario.plan import PlannedCase, Scenario
 
 _GUESS_TFLOPS = {"eager": 40.0, "compile": 60.0}
@@ -147,10 +149,14 @@ def memory_bytes(job: CaseJob) -> int:
     return max(needed(operation, job.case, row.backend, checked=job.check.enabled) for row in job.rows)
 
 
+@lru_cache(maxsize=64)  # asked for each row of a case in turn
+def _work(case: Case) -> Work:
+    return ops.operation(op_name(case)).work(case, "forward_backward")
+
+
 def seconds(job: CaseJob, row: Row) -> float:
-    """A rough guess of what one row takes, its share of the case's references included; for the progress bar."""
-    operation = ops.operation(op_name(job.case))
-    work = operation.work(job.case, "forward_backward")
+    """A rough guess of what one row takes, its share of the case's references included; for bars and plans."""
+    work = _work(job.case)
     if job.device == "cpu":
         if row.backend in ("eager", "compile"):
             each = work.flops / (_CPU_TFLOPS * 1e12)

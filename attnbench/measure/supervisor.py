@@ -48,14 +48,17 @@ class WorkerEnded(Exception):
 class Supervisor:
     """Runs jobs in a warm worker process on one device and replaces it when it ends, hangs or loses its context.
 
-    Use as a context manager. `hello` describes the device once the first worker is up.
+    Use as a context manager. `hello` describes the device once the first worker is up. `board` is the UUID of the board
+    to use, where there are several; on the CPU it merely names a simulated one.
     """
 
-    def __init__(self, device: str, *, echo_stderr: bool = False) -> None:
+    def __init__(self, device: str, *, board: str | None = None, echo_stderr: bool = False) -> None:
         self.device = device
+        self.board = board
         self.hello: Hello | None = None
         self.restarts = -1
         self._echo = echo_stderr
+        self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr: deque[str] = deque(maxlen=_STDERR_LINES)
         self._jobs = self._records = -1
@@ -73,8 +76,10 @@ class Supervisor:
         """Start a worker unless one is up.
 
         Raises:
-            UserError: it cannot start at all (no usable device, broken installation).
+            UserError: it cannot start at all (no usable device, broken installation), or `close` has been called.
         """
+        if self._closed:
+            raise UserError("the measuring process was ended")
         if self._process is not None and self.hello is not None:
             return self.hello
         jobs_read, self._jobs = os.pipe()
@@ -89,7 +94,7 @@ class Supervisor:
             stderr=subprocess.STDOUT,
             pass_fds=(jobs_read, records_write),
             start_new_session=True,
-            env=worker_environment(self.device),
+            env=worker_environment(self.device, self.board),
         )
         os.close(jobs_read)
         os.close(records_write)
@@ -102,8 +107,8 @@ class Supervisor:
             words = "\n  ".join(self._stderr) or str(ended)
             raise UserError(f"the measuring process did not start ({ended}):\n  {words}") from None
         assert isinstance(message, Hello)
-        self.hello = message
-        return message
+        self.hello = replace(message, uuid=self.board) if self.device == "cpu" else message
+        return self.hello
 
     def ceilings(self, dtypes: tuple[str, ...], seconds: float = 1.0) -> dict[str, float]:
         """The board's matmul and copy ceilings; empty where measuring them failed."""
@@ -165,6 +170,7 @@ class Supervisor:
                         yield message
                     elif isinstance(message, Record):
                         left.discard((message.backend, message.pass_))
+                        message.board = self.hello.uuid if self.hello else None
                         yield message
                     elif isinstance(message, Done):
                         if message.replace:
@@ -185,6 +191,7 @@ class Supervisor:
     def _ended_record(self, job: CaseJob, backend: str, pass_: str, ended: WorkerEnded, phase: Phase | None) -> Record:
         where = f" while at: {phase.name}" if phase is not None else ""
         record = blank_record(job, backend, pass_, ended.outcome, f"{ended}{where}")
+        record.board = self.hello.uuid if self.hello else self.board
         record.stderr_tail = list(self._stderr)
         record.finished_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         return record
@@ -240,7 +247,8 @@ class Supervisor:
             process.wait(timeout=15)
 
     def close(self) -> None:
-        """End the worker. Idempotent."""
+        """End the worker for good. Idempotent; another thread's `run` then ends with a UserError."""
+        self._closed = True
         self._stop()
 
     def _read_stderr(self, process: subprocess.Popen[bytes]) -> None:
@@ -254,8 +262,8 @@ class Supervisor:
         process.stdout.close()
 
 
-def worker_environment(device: str) -> dict[str, str]:
-    """The worker's environment: Triton's interpreter on the CPU, and never on a GPU."""
+def worker_environment(device: str, board: str | None = None) -> dict[str, str]:
+    """The worker's environment: Triton's interpreter on the CPU, and never on a GPU; of several boards only `board`."""
     environment = dict(os.environ)
     environment["PYTHONUNBUFFERED"] = "1"
     package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -266,4 +274,6 @@ def worker_environment(device: str) -> dict[str, str]:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     else:
         environment.pop("TRITON_INTERPRET", None)
+        if board is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = board
     return environment

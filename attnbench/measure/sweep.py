@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from attnbench.errors import UserError
 from attnbench.measure.job import CaseJob, Hello, Phase
@@ -22,25 +22,48 @@ from attnbench.results.record import Record
 Store = Callable[[Record], None]
 
 
+class Advance(Protocol):
+    def __call__(self, message: Record | Phase, job: CaseJob | None = None) -> None: ...
+
+
 def execute(supervisor: Supervisor, jobs: Sequence[CaseJob], store: Store, *, show: bool | None = None) -> list[Record]:
     """Run every job and hand each record to `store` as soon as it is there; returns them all.
 
     A bar with an ETA is drawn on stderr where that is a terminal (or `show` says so).
     """
     records: list[Record] = []
-    guesses = [
-        {(row.backend, p): seconds(job, row) / len(row.passes) for row in job.rows for p in row.passes} for job in jobs
-    ]
-    with progress(sum(sum(g.values()) for g in guesses), sum(map(len, guesses)), show) as step:
-        for job, guess in zip(jobs, guesses, strict=True):
+    with bar(jobs, show) as advance:
+        for job in jobs:
             for message in supervisor.run(job):
-                if isinstance(message, Phase):
-                    step(f"{job.case.label}  {message.backend or ''} {message.name}", 0.0, 0)
-                else:
+                if isinstance(message, Record):
                     records.append(message)
                     store(message)
-                    step(f"{job.case.label}  {message.backend}", guess.get((message.backend, message.pass_), 0.0), 1)
+                advance(message, job)
     return records
+
+
+@contextlib.contextmanager
+def bar(jobs: Sequence[CaseJob], show: bool | None = None) -> Iterator[Advance]:
+    """A progress bar over the predicted seconds of all rows; the yielded function takes each message of a worker.
+
+    A phase is only named where its job is given.
+    """
+    guesses: dict[tuple[str, str, str], float] = {}
+    for job in jobs:
+        for row in job.rows:
+            share = seconds(job, row) / len(row.passes)
+            for pass_ in row.passes:
+                guesses[job.case.case_id, row.backend, pass_] = share
+    with progress(sum(guesses.values()), sum(len(row.passes) for job in jobs for row in job.rows), show) as step:
+
+        def advance(message: Record | Phase, job: CaseJob | None = None) -> None:
+            if isinstance(message, Record):
+                key = (message.case_id, message.backend, message.pass_)
+                step(f"{message.label}  {message.backend}", guesses.get(key, 0.0), 1)
+            elif job is not None:
+                step(f"{job.case.label}  {message.backend or ''} {message.name}", 0.0, 0)
+
+        yield advance
 
 
 def execute_parallel(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnbench.results.record import Record
-from attnbench.results.runs import Run
+from attnbench.results.runs import Run, boards_of
 
 BOARD_SPREAD = 0.05
 """How far two boards of one model and power cap are taken to lie apart; a run may store a measured `board_spread`."""
@@ -41,11 +41,13 @@ def footing(base: Run, new: Run) -> Footing:
             return Footing(f"{name} differs: {one} → {other}")
     hashes = [run.info.get("kernel_hash") for run in (base, new)]
     found = Footing(same_kernels=hashes[0] is not None and hashes[0] == hashes[1])
-    one, other = base.gpu.get("uuid"), new.gpu.get("uuid")
-    if one and other and one != other:
+    one, other = ({gpu.get("uuid") for gpu in boards_of(run.info)} - {None} for run in (base, new))
+    if one and other and (one != other or len(one) > 1):
         found.spread = max(float(run.info.get("board_spread") or BOARD_SPREAD) for run in (base, new))
+        number = "two" if len(one) == len(other) == 1 else "several"
         found.notes.append(
-            f"two boards of one model: the threshold is widened by {found.spread:.0%}; measure both on one to be exact"
+            f"{number} boards of one model: the threshold is widened by {found.spread:.0%}; measure both on one to be "
+            "exact"
         )
     if interleaved(base, new):
         found.in_turns = True

@@ -49,6 +49,8 @@ class Record:
     backend: str
     pass_: str  # "pass" in JSON: forward, backward, forward_backward or check
     outcome: str
+    board: str | None = None
+    """UUID of the board that ran it; None on the CPU."""
     ran_by: str | None = None
     reason: str | None = None
     flags: list[str] = field(default_factory=list)

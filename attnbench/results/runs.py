@@ -208,10 +208,22 @@ def find_resumable(results: Path | str, run_info: dict[str, Any]) -> Run | None:
 
 
 def same_run(run: Run, run_info: dict[str, Any]) -> bool:
-    """Whether records made under `run_info` may go into this run: same scenario text, code and board."""
+    """Whether records made under `run_info` may go into this run: same scenario text, code and board.
+
+    Where either has several boards, boards of the same model and power cap will do: a case keeps to one board anyway.
+    """
     same = ("scenario", "scenario_text", "commit", "dirty", "diff_hash", "kernel_hash", "device")
-    gpu = run_info.get("gpu") or {}
-    return all(run.info.get(name) == run_info.get(name) for name in same) and run.gpu.get("uuid") == gpu.get("uuid")
+    if any(run.info.get(name) != run_info.get(name) for name in same):
+        return False
+    one, other = boards_of(run.info), boards_of(run_info)
+    if len(one) > 1 or len(other) > 1:
+        return len({(gpu.get("name"), gpu.get("power_cap_w")) for gpu in one + other}) == 1
+    return [gpu.get("uuid") for gpu in one] == [gpu.get("uuid") for gpu in other]
+
+
+def boards_of(info: dict[str, Any]) -> list[dict[str, Any]]:
+    """The boards that `run.json` describes; none for a run on the CPU."""
+    return info.get("gpus") or ([info["gpu"]] if info.get("gpu") else [])
 
 
 def newest_run(results: Path | str, scenario: str, device: str) -> Run:

@@ -146,7 +146,7 @@ Case = AttentionCase | AttnresCase
 
 def op_name(case: Case) -> str:
     """The operation's public name: `attention`, `attnres_phase1` or `attnres_phase2`."""
-    return str(case.semantic()["op"])
+    return f"{case.op}_phase{case.phase}" if isinstance(case, AttnresCase) else case.op
 
 
 def case_from_semantic(semantic: dict[str, Any]) -> Case:
