@@ -1,0 +1,97 @@
+"""A sweep over a local Ray cluster: what dies is started again, no finished case is lost, none is counted twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnbench.cli import places
+from attnbench.cli.run import run
+from attnbench.errors import UserError
+from attnbench.measure.provenance import provenance
+from attnbench.measure.ray_pool import RayPool
+from attnbench.results.runs import read_run
+
+ray: Any = pytest.importorskip("ray")
+SMOKE = Path(__file__).parents[2] / "scenarios" / "smoke.yaml"
+QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without processors and two nodes of one; what a test removes stays removed."""
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": QUICK})
+    nodes = [found.add_node(num_cpus=1) for _ in range(2)]
+    found.wait_for_nodes()
+    ray.init(address=found.address, log_to_driver=False, logging_level="error")
+    yield found, nodes
+    ray.shutdown()
+    found.shutdown()
+
+
+def stored_lines(results: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in results.glob("*/cases.jsonl"))
+
+
+def wait_for(results: Path, lines: int) -> None:
+    deadline = time.monotonic() + 120
+    while stored_lines(results) < lines:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_wishes_that_the_cluster_cannot_meet(cluster: Any) -> None:
+    for pool, words in (
+        (RayPool("cpu", count=3), "has 2 nodes with a CPU, and two workers are never put on one"),
+        (RayPool("cuda", accelerator="H200"), "has no H200"),
+        (RayPool("cuda"), "has no GPUs"),
+    ):
+        with pool, pytest.raises(UserError, match=words):
+            pool.start()
+
+
+def test_smoke_survives_the_loss_of_a_worker_and_of_a_node(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, nodes = cluster
+    pools: list[RayPool] = []
+    same = provenance()
+    monkeypatch.setattr("attnbench.cli.run.provenance", lambda own: same)
+
+    def pool(*_: object) -> RayPool:
+        pools.append(RayPool("cpu"))
+        return pools[-1]
+
+    monkeypatch.setattr(places, "pool_of", pool)
+    events: list[str] = []
+
+    def disturb() -> None:
+        wait_for(tmp_path, 4)
+        os.kill(pools[0].places[0].pid, signal.SIGKILL)
+        events.append("worker")
+        wait_for(tmp_path, 12)
+        found.remove_node(nodes[1], allow_graceful=False)
+        events.append("node")
+
+    thread = threading.Thread(target=disturb, daemon=True)
+    thread.start()
+    assert run(scenario=SMOKE, out=tmp_path, device="cpu", executor="ray") == 0
+    thread.join(10)
+    assert events == ["worker", "node"]
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    stored = read_run(folder)
+    assert stored.finished
+    assert Counter(Counter((r.case_id, r.backend, r.pass_) for r in stored.lines).values()) == {1: stored.info["rows"]}
+    assert {r.outcome for r in stored.lines} == {"ok", "checked"}
+    assert stored.info["gpu"] is None
