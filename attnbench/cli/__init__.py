@@ -238,12 +238,12 @@ def _history(
 @app.command("list")
 def _list(
     what: Annotated[
-        Literal["backends", "ops", "scenarios", "runs"] | None, typer.Argument(help="Default: all.")
+        Literal["backends", "ops", "scenarios", "models", "runs"] | None, typer.Argument(help="Default: all.")
     ] = None,
     results: ResultsOption = RESULTS,
     format: FormatOption = "table",
 ) -> None:
-    """List backends, operations, scenarios and stored runs."""
+    """List backends, operations, scenarios, models and runs."""
     _call("list_", what=what, results=results, format=format)
 
 

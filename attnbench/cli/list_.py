@@ -12,6 +12,7 @@ from attnbench.backends.names import BUILTIN
 from attnbench.results.runs import CASES_FILE, Run, find_runs
 from attnbench.results.store import to_json_text
 from attnbench.results.text import Column, aligned, comma_separated, markdown, terminal_width
+from attnbench.scenario.models import MODELS
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
@@ -42,7 +43,7 @@ _WHAT = {
 }
 _ANYWHERE = ("eager", "compile")
 _DROP = {"operations": 2, "gradients": 1, "on": 1}
-_SHRINK = ("what it is", "description")
+_SHRINK = ("what it is", "description", "source")
 OPERATIONS = {
     "attention": ("q, k, v, dense or packed by cu_seqlens", "out, lse", "dq, dk, dv"),
     "attnres_phase1": ("values, queries", "out, lse", "dvalues, dqueries"),
@@ -60,6 +61,7 @@ def list_(*, what: str | None, results: Path, format: str) -> int:
         "backends": backends,
         "ops": operations,
         "scenarios": scenarios,
+        "models": models,
         "runs": lambda: runs(results),
     }
     names = [what] if what else list(makers)
@@ -127,6 +129,17 @@ def _no_gpu() -> str | None:
 def operations() -> Table:
     rows = [(name, *described) for name, described in OPERATIONS.items()]
     return ("operation", "inputs", "outputs", "gradients"), rows
+
+
+def models() -> Table:
+    """Shapes that a case may name with `model:`, and where their figures are published."""
+    rows = []
+    for name, shape in MODELS.items():
+        heads = f"{shape.heads}/{shape.kv_heads}" if shape.kv_heads != shape.heads else str(shape.heads)
+        dims = f"{shape.head_dim}/{shape.value_head_dim}" if shape.value_head_dim else str(shape.head_dim)
+        residuals = f"N {shape.blocks} S {shape.queries}" if shape.blocks else ""
+        rows.append((name, heads, dims, str(shape.hidden), residuals, shape.source))
+    return ("model", "heads", "head dim", "hidden", "residual blocks", "source"), rows
 
 
 def scenarios(folder: Path | None = None) -> Table:

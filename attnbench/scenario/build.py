@@ -12,7 +12,7 @@ from attnbench.scenario.model import MAX_SEQUENCES, MAX_TOKENS
 DENSE = ("seqlen", "seqlen_q", "seqlen_k")
 PACKED = ("lens", "lens_q", "lens_k", "lengths")
 SIZE = ("batch", "tokens")
-_COMMON = ("op", "dtype", "seed")
+_COMMON = ("op", "model", "dtype", "seed")
 _ATTENTION = ("heads", "kv_heads", "head_dim", "value_head_dim", "causal", "softmax_scale")
 _PHASE2 = ("rows", "hidden", "eps", "lse_grad", "logit_scale")
 FIELDS: dict[str, tuple[str, ...]] = {

@@ -14,6 +14,7 @@ from attnbench.scenario.build import DEFAULTS, DENSE, FIELDS, PACKED, SIZE, BadC
 from attnbench.scenario.case import AttentionCase, Case, Pass, op_name
 from attnbench.scenario.errors import quoted
 from attnbench.scenario.model import Check, Entry, ScenarioModel
+from attnbench.scenario.models import MODELS
 from attnbench.scenario.plan import CheckPolicy, PlannedCase
 from attnbench.scenario.yaml_text import Path
 
@@ -50,13 +51,13 @@ def expand(
             merged = Check.model_construct(**{**model.check.model_dump(), **entry.check.model_dump(exclude_unset=True)})
             entry_check = check_policy(merged, (*path, "check"), report)
         passes = tuple(dict.fromkeys(entry.passes or model.measure.passes))
-        for case in _cases(model, entry, axes[i], path, report):
+        for case, model_tag in _cases(model, entry, axes[i], path, report):
             sequences += len(case.seqlens_q) if isinstance(case, AttentionCase) else 0
             if sequences > MAX_PLANNED_SEQUENCES:
                 report(path, f"more than {MAX_PLANNED_SEQUENCES:,} packed sequences over all cases; wanted fewer cases")
                 return ()
             backends = _backends_of(model, entry, case, path, report)
-            plan.add(case, backends, passes, tuple(entry.tags or ()), entry.name or "", entry_check)
+            plan.add(case, backends, passes, (*(entry.tags or ()), *model_tag), entry.name or "", entry_check)
     used = {op_name(planned.case) for planned in plan.rows()}
     if model.baseline is not None and used and not any(computes(model.baseline, op) for op in used):
         report(("baseline",), f"{model.baseline} computes none of the scenario's operations: {', '.join(sorted(used))}")
@@ -115,7 +116,8 @@ def _sizes_are_sane(entries: list[dict[str, list[Any]]], report: Report) -> bool
 
 def _cases(
     model: ScenarioModel, entry: Entry, axes: dict[str, list[Any]], path: Path, report: Report
-) -> Iterator[Case]:
+) -> Iterator[tuple[Case, tuple[str, ...]]]:
+    """Each case with the name of its model as a tag, where it has one."""
     fixed = {name: value for name, value in _given(entry).items() if name in FIELDS_OF_ALL}
     for name in (name for name in axes if name in fixed):
         report((*path, name), f"`{name}` is also an axis of `matrix`; wanted it in one place")
@@ -138,7 +140,7 @@ def _cases(
             continue
         left += 1
         try:
-            yield build(point)
+            yield build(point), (point["model"],) if "model" in point else ()
         except BadCase as error:
             report(_origin(error.field, path, dict(zip(axes, indices, strict=True)), fixed), str(error))
     if not left:
@@ -152,7 +154,10 @@ FIELDS_OF_ALL = frozenset(itertools.chain.from_iterable(FIELDS.values()))
 
 
 def _overlay(defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """An entry's fields over the defaults. Giving one field of a group takes back the defaults' others of it."""
+    """An entry's fields over its model's, over the defaults.
+
+    Giving one field of a group takes back the defaults' others of it.
+    """
     dropped: set[str] = set()
     for group in (SIZE, DENSE + PACKED):
         if any(own.get(name) is not None for name in group):
@@ -161,6 +166,10 @@ def _overlay(defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         dropped.update(SIZE)
     point = {name: value for name, value in defaults.items() if name not in dropped} | own
     op = point.get("op") or DEFAULTS["op"]
+    if (model := point.get("model")) is not None:
+        # A model goes before `defaults`, unless it is one of them itself.
+        beside = own if own.get("model") is not None else point
+        point |= {n: value for n, value in MODELS[model].fields(op).items() if beside.get(n) is None}
     return {name: value for name, value in point.items() if value is not None and name in FIELDS[op]}
 
 
@@ -175,9 +184,12 @@ def _matches(point: dict[str, Any], rule: dict[str, Any]) -> bool:
 def _origin(field: str | None, path: Path, indices: dict[str, int], fixed: dict[str, Any]) -> Path:
     if field is None:
         return path
-    if field in indices:
-        return (*path, "matrix", field, indices[field])
-    return (*path, field) if field in fixed else ("defaults", field)
+    for name in (field, "model"):  # what is not given anywhere may come from the model
+        if name in indices:
+            return (*path, "matrix", name, indices[name])
+        if name in fixed:
+            return (*path, name)
+    return ("defaults", field)
 
 
 def _backends_of(model: ScenarioModel, entry: Entry, case: Case, path: Path, report: Report) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
+from attnbench.scenario.models import ModelName
 from attnbench.scenario.plan import CheckPolicy, MeasurePolicy
 
 MAX_TOKENS = 1 << 26  # of one case; a 16-bit [tokens, 32, 128] tensor is then 512 GiB
@@ -60,6 +61,8 @@ class CaseFields(_Model):
 
     op: Op | None = None
     """Operation; `attention` by default."""
+    model: ModelName | None = None
+    """A published model that gives heads, widths and the causal mask; fields that stand beside it go before its own."""
     dtype: DType | None = None
     """Data type of inputs, outputs and gradients; `bf16` by default."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
