@@ -20,7 +20,7 @@ _COLUMNS = [
 
 def plan_text(jobs: Sequence[CaseJob], boards: int | None = None) -> str:
     """One line a case: backends, passes, predicted memory and time; a sum at the end, and with `boards` a line each."""
-    took = [job_seconds(job) for job in jobs]
+    took, sizes = [job_seconds(job) for job in jobs], [memory_bytes(job) for job in jobs]
     plan = simulate(took, boards) if boards else []
     where = {index: board for board, indices in enumerate(plan) for index in indices}
     columns = [*_COLUMNS, *([Column("GPU", ">")] if boards else [])]
@@ -31,7 +31,7 @@ def plan_text(jobs: Sequence[CaseJob], boards: int | None = None) -> str:
                 job.case.label,
                 " ".join(row.backend for row in job.rows),
                 " ".join(dict.fromkeys(pass_ for row in job.rows for pass_ in row.passes)),
-                _size(memory_bytes(job)),
+                _size(sizes[index]),
                 f"{took[index]:.1f} s",
                 *([str(where[index])] if boards else []),
             ]
@@ -39,16 +39,16 @@ def plan_text(jobs: Sequence[CaseJob], boards: int | None = None) -> str:
     count = sum(len(row.passes) for job in jobs for row in job.rows)
     total = f"about {_duration(sum(took))} on {jobs[0].device} (a guess; compilation apart)"
     last = f"{len(jobs)} cases, {count} rows, {total}"
-    return "\n".join([aligned(columns, rows, width=terminal_width()), last, *_boards_text(jobs, took, plan)])
+    return "\n".join([aligned(columns, rows, width=terminal_width()), last, *_boards_text(sizes, took, plan)])
 
 
-def _boards_text(jobs: Sequence[CaseJob], took: Sequence[float], plan: Sequence[Sequence[int]]) -> list[str]:
+def _boards_text(sizes: Sequence[int], took: Sequence[float], plan: Sequence[Sequence[int]]) -> list[str]:
     if not plan:
         return []
     columns = [Column("GPU", ">"), Column("cases", ">"), Column("largest", ">"), Column("time", ">")]
     rows = []
     for board, indices in enumerate(plan):
-        largest = max((memory_bytes(jobs[index]) for index in indices), default=0)
+        largest = max((sizes[index] for index in indices), default=0)
         busy = sum(took[index] for index in indices)
         rows.append([str(board), str(len(indices)), _size(largest), _duration(busy)])
     longest = max(sum(took[index] for index in indices) for indices in plan)

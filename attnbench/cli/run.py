@@ -115,10 +115,11 @@ def _sweep(
         if jobs and plan.measure.ceilings:
             surveys = pool.survey(sorted({job.case.dtype for job in jobs}))
             if surveys[0].ceilings:
-                writer.update(**surveys_info(stations, surveys))
+                writer.update(**surveys_info(surveys))
                 if surveys[0].crosscheck:
                     print(sweep.machine_words(surveys[0].crosscheck), file=sys.stderr)
         pool.execute(jobs, writer.append)
+        writer.update(**more_boards(writer.info, boards_info(pool.stations)))  # of a cluster, a case may have moved
     except KeyboardInterrupt:
         writer.close(finished=False)
         return writer.folder, True

@@ -13,7 +13,7 @@ from attnbench.backends.names import BUILTIN, computes, is_custom
 from attnbench.errors import UserError, did_you_mean
 from attnbench.measure import interpreter
 from attnbench.measure.job import CaseJob, Row
-from attnbench.measure.memory import needed
+from attnbench.measure.memory import MATERIALISING, needed
 from attnbench.ops.base import Work
 from attnbench.scenario.case import Case, op_name
 from attnbench.scenario.plan import PlannedCase, Scenario
@@ -146,7 +146,8 @@ def without(job: CaseJob, done: Collection[tuple[str, str, str]]) -> CaseJob | N
 def memory_bytes(job: CaseJob) -> int:
     """Predicted peak of a case: its largest row, the check included."""
     operation = ops.operation(op_name(job.case))
-    return max(needed(operation, job.case, row.backend, checked=job.check.enabled) for row in job.rows)
+    one_of_each = {row.backend in MATERIALISING: row.backend for row in job.rows}  # others of its kind need the same
+    return max(needed(operation, job.case, name, checked=job.check.enabled) for name in one_of_each.values())
 
 
 @lru_cache(maxsize=64)  # asked for each row of a case in turn

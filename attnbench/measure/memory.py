@@ -7,13 +7,14 @@ from typing import Any
 
 from attnbench.ops.base import Operation
 
-_EAGER = ("eager", "compile")
+MATERIALISING = ("eager", "compile")
+"""Backends that hold whole intermediate tensors, such as the scores; all others need what a fused kernel needs."""
 
 
 def needed(operation: Operation, case: Any, backend: str, *, checked: bool) -> int:
     """Predicted peak bytes of one row: the larger of the backend's own run and, where still to be made, the check."""
     predicted = operation.memory(case)
-    own = predicted["eager" if backend in _EAGER else "kernel"]
+    own = predicted["eager" if backend in MATERIALISING else "kernel"]
     return max(own, predicted["check"]) if checked else own
 
 

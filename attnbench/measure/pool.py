@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from attnbench.errors import UserError
@@ -35,6 +35,7 @@ class Station:
 class Survey:
     """What is measured once on each board, before its first case; empty on the CPU and where measuring failed."""
 
+    board: str | None = None
     ceilings: dict[str, float] = field(default_factory=dict)
     crosscheck: dict[str, Any] = field(default_factory=dict)
 
@@ -45,6 +46,10 @@ class Pool(Protocol):
     def __enter__(self) -> Pool: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+    @property
+    def stations(self) -> list[Station]:
+        """Every board that took part so far, the first ones first."""
 
     def start(self) -> list[Station]:
         """Start every worker; raises UserError where one cannot start or two would share a board."""
@@ -67,6 +72,11 @@ class LocalPool:
         # A worker dies with the thread that started it, so each board keeps one thread for the whole run.
         self._threads = [ThreadPoolExecutor(1) for _ in supervisors] if len(supervisors) > 1 else []
         self._surveys = [Survey() for _ in supervisors]
+        self._stations: list[Station] = []
+
+    @property
+    def stations(self) -> list[Station]:
+        return list(self._stations)
 
     def __enter__(self) -> LocalPool:
         return self
@@ -80,7 +90,8 @@ class LocalPool:
     def start(self) -> list[Station]:
         hellos = self._each(lambda supervisor: supervisor.start())
         refuse_sharing(hello.uuid for hello in hellos)
-        return [Station(hello, sweep.describe_gpu(hello)) for hello in hellos]
+        self._stations = [Station(hello, sweep.describe_gpu(hello)) for hello in hellos]
+        return self.stations
 
     def load(self, backends: Sequence[str]) -> None:
         self._each(lambda supervisor: supervisor.load(backends))
@@ -164,7 +175,7 @@ def measure_once(supervisor: Supervisor, dtypes: Sequence[str]) -> Survey:
     if supervisor.device != "cuda":
         return Survey()
     ceilings = supervisor.ceilings(tuple(dtypes))
-    return Survey(ceilings, supervisor.crosscheck() if ceilings else {})
+    return Survey(_uuid(supervisor), ceilings, supervisor.crosscheck() if ceilings else {})
 
 
 def unfinished(left: int, error: BaseException | None) -> UserError:
@@ -253,12 +264,13 @@ def more_boards(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     return {"gpus": list(found.values())} if len(found) > 1 else {}
 
 
-def surveys_info(stations: Sequence[Station], surveys: Sequence[Survey]) -> dict[str, Any]:
+def surveys_info(surveys: Sequence[Survey]) -> dict[str, Any]:
     """`run.json`'s `ceilings` and `crosscheck`, of the first board, and of several boards each one's in `surveys`."""
     info: dict[str, Any] = {"ceilings": surveys[0].ceilings, "crosscheck": surveys[0].crosscheck}
     if len(surveys) > 1:
-        pairs = zip(stations, surveys, strict=True)
-        info["surveys"] = {station.hello.uuid: asdict(survey) for station, survey in pairs}
+        info["surveys"] = {
+            survey.board: {"ceilings": survey.ceilings, "crosscheck": survey.crosscheck} for survey in surveys
+        }
     return info
 
 

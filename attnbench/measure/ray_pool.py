@@ -104,6 +104,7 @@ class RayPool:
         self._ours = False
         self._actors: list[Any] = []
         self._places: list[Place] = []
+        self._seen: dict[tuple[str, str | None], Station] = {}
         self._dtypes: tuple[str, ...] = ()
 
     def __enter__(self) -> RayPool:
@@ -129,7 +130,19 @@ class RayPool:
         refuse_sharing(place.station.hello.uuid for place in self._places)
         _refuse_other_code(self._places)
         _refuse_other_models(self._places)
-        return [_located(place) for place in self._places]
+        for place in self._places:
+            self._see(place)
+        return self.stations
+
+    @property
+    def stations(self) -> list[Station]:
+        return list(self._seen.values())
+
+    def _see(self, place: Place) -> None:
+        """Note a board with the machine that it stands in; one node's CPU counts once."""
+        station = place.station
+        gpu = {**station.gpu, "node": place.node} if station.gpu is not None else None
+        self._seen.setdefault((place.node, station.hello.uuid), Station(station.hello, gpu))
 
     @property
     def places(self) -> list[Place]:
@@ -168,6 +181,7 @@ class RayPool:
                 index, _job = running.pop(done)
                 case = self._get(done)
                 self._places[index] = case.place
+                self._see(case.place)
                 for record in case.records:
                     store(record)
                     advance(record)
@@ -254,12 +268,6 @@ def _ray() -> Any:
     except ImportError:
         raise UserError("--executor ray: Ray is not installed: pip install 'attnbench[ray]'") from None
     return ray
-
-
-def _located(place: Place) -> Station:
-    """The station with the machine that it stands in."""
-    gpu = place.station.gpu
-    return Station(place.station.hello, {**gpu, "node": place.node} if gpu is not None else None)
 
 
 def _refuse_other_code(places: Sequence[Place]) -> None:

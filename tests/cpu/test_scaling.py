@@ -18,7 +18,7 @@ from attnbench.errors import UserError
 from attnbench.measure.board import Board
 from attnbench.measure.job import CaseJob, Hello, Phase, Row, blank_record
 from attnbench.measure.jobs import plan_jobs
-from attnbench.measure.pool import LocalPool, local_boards, more_boards
+from attnbench.measure.pool import LocalPool, Survey, local_boards, more_boards, surveys_info
 from attnbench.measure.provenance import provenance
 from attnbench.measure.schedule import at_home, job_seconds, longest_first, simulate
 from attnbench.measure.supervisor import Supervisor, worker_environment
@@ -295,3 +295,11 @@ def test_runs_of_several_boards_are_compared_with_an_allowance(tmp_path: Path) -
     assert footing(one, two).spread > 0
     assert footing(two, two).spread > 0  # a case may have lain on either
     assert "several boards" in footing(two, two).notes[0]
+
+
+def test_each_board_has_its_own_ceilings() -> None:
+    surveys = [Survey("A", {"copy": 4.0}, {"noise_floor_percent": 0.1}), Survey("B", {"copy": 3.9})]
+    found = surveys_info(surveys)
+    assert found["ceilings"] == {"copy": 4.0}
+    assert {board: each["ceilings"]["copy"] for board, each in found["surveys"].items()} == {"A": 4.0, "B": 3.9}
+    assert "surveys" not in surveys_info(surveys[:1])

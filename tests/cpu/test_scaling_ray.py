@@ -40,6 +40,26 @@ def cluster() -> Iterator[Any]:
     found.shutdown()
 
 
+def test_an_actor_asks_for_one_board_of_the_model(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated board: Ray hands it out, and the actor's own words come back when CUDA knows nothing of it."""
+    found, _ = cluster
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # Ray hands out no more than its nodes may see
+    node = found.add_node(num_cpus=1, num_gpus=1, resources={"accelerator_type:H200": 1})
+    found.wait_for_nodes()
+    try:
+        with RayPool("cuda", accelerator="H200", count=1) as pool, pytest.raises(UserError, match="no CUDA device"):
+            pool.start()
+        with (
+            RayPool("cuda", count=2) as pool,
+            pytest.raises(UserError, match="has 1 GPUs of type H200, and two workers"),
+        ):
+            pool.start()
+        with RayPool("cuda", accelerator="H100") as pool, pytest.raises(UserError, match="no H100; it has H200"):
+            pool.start()
+    finally:
+        found.remove_node(node)
+
+
 def stored_lines(results: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in results.glob("*/cases.jsonl"))
 
@@ -54,7 +74,6 @@ def wait_for(results: Path, lines: int) -> None:
 def test_wishes_that_the_cluster_cannot_meet(cluster: Any) -> None:
     for pool, words in (
         (RayPool("cpu", count=3), "has 2 nodes with a CPU, and two workers are never put on one"),
-        (RayPool("cuda", accelerator="H200"), "has no H200"),
         (RayPool("cuda"), "has no GPUs"),
     ):
         with pool, pytest.raises(UserError, match=words):
