@@ -75,7 +75,12 @@ def dense(
     hidden = None
     if causal:
         hidden = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).triu(seqlen_k - seqlen_q + 1)
-    scores = _Scores.apply(q, k, scale, hidden)
+    if torch.compiler.is_compiling():
+        # Traced by torch 2.11, `_Scores` lost the gradients of q and k; scaling and masking are fused into the softmax.
+        scores = _product(q.flatten(0, 1), k.flatten(0, 1)).unflatten(0, q.shape[:2]) * scale
+        scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+    else:
+        scores = _Scores.apply(q, k, scale, hidden)
     p = scores.softmax(-1)
     # The likeliest key has p = exp(score - lse): one reduction, where logsumexp would pass over the scores five times.
     # No amax here: its gradient looks for elements equal to the maximum, and a fused recomputation may find none.
@@ -84,8 +89,37 @@ def dense(
     return (p.to(q.dtype) @ v).transpose(1, 2), lse
 
 
+@torch.library.custom_op("attnbench::attention_scores", mutates_args=())
+def _product(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """q kᵀ in fp32 of `[batch, rows, D]`: `q @ k.mT` would round the scores, and with them lse, to 16 bits.
+
+    An operator of its own, since PyTorch has no derivative for a product whose result is wider than its operands.
+    """
+    if q.is_cuda and q.dtype != torch.float32:
+        return torch.bmm(q, k.mT, out_dtype=torch.float32)
+    return q.float() @ k.float().mT
+
+
+@_product.register_fake
+def _(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], k.shape[1], dtype=torch.float32)
+
+
+def _save_operands(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _product_backward(ctx: Any, d_scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k = ctx.saved_tensors
+    d_scores = d_scores.to(q.dtype)
+    return d_scores @ k, d_scores.mT @ q
+
+
+_product.register_autograd(_product_backward, setup_context=_save_operands)
+
+
 class _Scores(torch.autograd.Function):
-    """scale q kᵀ in fp32 from 16-bit operands: `q @ k.mT` would round the scores, and with them lse, to 16 bits."""
+    """scale q kᵀ in fp32 from 16-bit operands, `hidden` ones -inf: scaled and masked in place, which saves passes."""
 
     @staticmethod
     def forward(
