@@ -111,8 +111,9 @@ class RayPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        import ray
-
+        if not self._actors and not self._ours:
+            return
+        ray = _ray()
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         self._actors = []
@@ -159,7 +160,7 @@ class RayPool:
     def execute(self, jobs: Sequence[CaseJob], store: sweep.Store) -> None:
         ray = _ray()
         waiting = longest_first(jobs)
-        running: dict[Any, tuple[int, CaseJob]] = {}
+        running: dict[Any, int] = {}
         left = len(jobs)
 
         def give(index: int) -> None:
@@ -171,14 +172,14 @@ class RayPool:
                 ray.kill(self._actors[index], no_restart=True)
                 return
             waiting.remove(found)
-            running[self._actors[index].run.remote(found, self._dtypes)] = (index, found)
+            running[self._actors[index].run.remote(found, self._dtypes)] = index
 
         with sweep.bar(jobs) as advance:
             for index in range(len(self._actors)):
                 give(index)
             while running:
                 (done,), _ = ray.wait(list(running), num_returns=1)
-                index, _job = running.pop(done)
+                index = running.pop(done)
                 case = self._get(done)
                 self._places[index] = case.place
                 self._see(case.place)

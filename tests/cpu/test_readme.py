@@ -15,6 +15,8 @@ README = (ROOT / "README.md").read_text()
 
 DRY = {  # what stands in for a command that needs a GPU, a history or minutes
     "attnbench run scenarios/h100.yaml": "attnbench run scenarios/h100.yaml --dry-run",
+    "attnbench run scenarios/peers.yaml": "attnbench run scenarios/peers.yaml --dry-run",
+    "attnbench run FILE --gpus all": "attnbench run scenarios/smoke.yaml --gpus 2 --dry-run",
     "attnbench check --dtype bf16": "attnbench check --scenario scenarios/smoke.yaml --dtype fp16 --device cpu",
     "attnbench compare main HEAD": None,  # needs runs of two commits: tests/cpu/test_compare.py
     "attnbench compare main HEAD --rerun scenarios/h100.yaml": None,  # tests/cpu/test_rerun.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -75,6 +76,7 @@ def test_wishes_that_the_cluster_cannot_meet(cluster: Any) -> None:
     for pool, words in (
         (RayPool("cpu", count=3), "has 2 nodes with a CPU, and two workers are never put on one"),
         (RayPool("cuda"), "has no GPUs"),
+        (RayPool("cuda", accelerator="H200"), "has no H200"),
     ):
         with pool, pytest.raises(UserError, match=words):
             pool.start()
@@ -114,3 +116,9 @@ def test_smoke_survives_the_loss_of_a_worker_and_of_a_node(
     assert Counter(Counter((r.case_id, r.backend, r.pass_) for r in stored.lines).values()) == {1: stored.info["rows"]}
     assert {r.outcome for r in stored.lines} == {"ok", "checked"}
     assert stored.info["gpu"] is None
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with RayPool("cpu") as pool, pytest.raises(UserError, match=r"pip install 'attnbench\[ray\]'"):
+        pool.start()
