@@ -19,7 +19,8 @@ def fill_free_blocks(large_bytes: int, small_segments: int = 16) -> None:
     """Leave NaN bytes in `large_bytes` of the allocator's free memory, and in its small pool.
 
     0xFF in each byte is a NaN in every float dtype and -1 in every integer. Blocks that were free before are given back
-    to the driver first, or their old contents would be handed out. Less is filled where less is free.
+    to the driver first, or their old contents would be handed out; what is free beside live tensors cannot be given
+    back, and is overwritten where it lies. Less is filled where less is free.
     """
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -34,6 +35,28 @@ def fill_free_blocks(large_bytes: int, small_segments: int = 16) -> None:
         budget -= size
     del kept
     torch.cuda.synchronize()
+    _fill_beside_live_tensors()
+
+
+def _fill_beside_live_tensors() -> None:
+    """Write 0xFF over the free blocks of segments that some tensor still holds a part of; nobody owns them."""
+    device = torch.cuda.current_device()
+    for segment in torch.cuda.memory_snapshot():
+        if segment["device"] != device or segment.get("is_expandable") or not segment["allocated_size"]:
+            continue
+        if tuple(segment["segment_pool_id"]) != (0, 0):  # a captured graph's own memory
+            continue
+        for block in segment["blocks"]:
+            if block["state"] == "inactive":
+                torch.as_tensor(_Bytes(block["address"], block["size"]), device="cuda").fill_(0xFF)
+    torch.cuda.synchronize()
+
+
+class _Bytes:
+    """Device memory that is no tensor's, for `torch.as_tensor`."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
 @contextlib.contextmanager

@@ -94,6 +94,17 @@ def test_free_memory_is_nan_after_poisoning(numel: int, dtype: torch.dtype) -> N
     assert bool(torch.empty(numel, device="cuda", dtype=dtype).isnan().all())
 
 
+def test_memory_free_beside_live_tensors_is_nan_after_poisoning() -> None:
+    sizes = (128, 5_000, 200_000, 3_000_000)  # the small pool, a segment shared by large requests, one of its own
+    tensors = [torch.zeros(size, device="cuda") for size in sizes for _ in range(6)]
+    alive = tensors[::2]
+    del tensors
+    fill_free_blocks(1 << 26)
+    fresh = [torch.empty(size, device="cuda") for size in sizes for _ in range(3)]
+    assert all(bool(x.isnan().all()) for x in fresh)
+    assert not any(bool(x.any()) for x in alive), "live tensors keep what they hold"
+
+
 def test_the_board_is_found_by_uuid() -> None:
     found = board(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
     assert found is not None
