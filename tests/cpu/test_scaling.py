@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -74,7 +75,8 @@ class FakeSupervisor(Supervisor):
             yield Phase("time", row.backend, 1.0)
             for pass_ in row.passes:
                 time.sleep(self.pause)
-                yield replace(blank_record(job, row.backend, pass_, "ok"), board=self.board)
+                found = blank_record(job, row.backend, pass_, "ok")
+                yield replace(found, board=self.board, median_ms=1.0, ci_ms=[1.0, 1.0], samples_ms=[1.0] * 3)
 
 
 def executed(pool: LocalPool, jobs: list[CaseJob]) -> list[Record]:
@@ -267,6 +269,32 @@ def test_a_run_on_two_boards_has_the_records_of_a_run_on_one(tmp_path: Path, two
     found = boards_of_cases(two.lines)
     assert all(len(boards) == 1 for boards in found.values())
     assert {board for boards in found.values() for board in boards} == {"SIM-0", "SIM-1"}
+
+
+def test_resume_on_other_boards_mixes_none_within_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    same = provenance()
+    monkeypatch.setattr("attnbench.cli.run.provenance", lambda own: same)
+    path, out = tmp_path / "tiny.yaml", tmp_path / "r"
+    path.write_text(TEXT)
+
+    def run_on_boards(*names: str, resume: bool = False) -> Run:
+        boards = [FakeSupervisor(name, 0.01) for name in names]
+        monkeypatch.setattr(places, "pool_of", lambda *_: LocalPool(boards))
+        assert run(scenario=path, out=out, device="cpu", resume=resume) == 0
+        return read_run(next(out.iterdir()))
+
+    first = run_on_boards("A", "B")
+    assert {record.board for record in first.lines} == {"A", "B"}
+    kept = first.lines[:5] + [record for record in first.lines[5:] if record.backend == "eager"]
+    (first.folder / "cases.jsonl").write_text("".join(json.dumps(record.to_json()) + "\n" for record in kept))
+    info = {**first.info, "finished_at": None}
+    (first.folder / "run.json").write_text(json.dumps(info))
+    again = run_on_boards("B", "C", resume=True)
+    assert again.finished
+    assert len(again.records) == 24
+    found = boards_of_cases(list(again.records.values()))
+    assert all(len(boards) == 1 for boards in found.values())
+    assert again.lines[: len(kept)] == kept  # what was stored stays
 
 
 # --- stored runs of several boards ---
