@@ -124,6 +124,9 @@ def test_compile_is_right_and_unrolls_packed_sequences() -> None:
         want = ATTENTION.eager(case, inputs)
         for name in ("out", "lse"):
             torch.testing.assert_close(got[name], want[name])
+        tensors, cotangents = tuple(inputs.tensors.values()), [torch.randn_like(got[name]) for name in ("out", "lse")]
+        found, wanted = (torch.autograd.grad([x["out"], x["lse"]], tensors, cotangents) for x in (got, want))
+        torch.testing.assert_close(found, wanted, rtol=2**-6, atol=2**-6)
 
 
 # --- a user's own ---

@@ -232,3 +232,15 @@ def test_timed_backward_passes_have_no_loss_on_lse() -> None:
     inputs = ATTENTION.make_inputs(dense(seqlen_q=3, seqlen_k=3), "cpu")
     assert list(timed_inputs(ATTENTION, inputs).cotangents) == ["out"]
     assert list(inputs.cotangents) == ["out", "lse"]
+
+
+def test_the_traced_score_product_is_a_sound_operator() -> None:
+    from attnbench.ops.attention_eager import _product
+
+    q, k = (torch.randn(3, rows, 8, dtype=torch.bfloat16, requires_grad=True) for rows in (5, 7))
+    torch.library.opcheck(_product, (q, k))
+    for wide in (q, k):
+        d_scores = torch.randn(3, 5, 7)
+        found = torch.autograd.grad(_product(q, k), wide, d_scores)
+        wanted = torch.autograd.grad(q.float() @ k.float().mT, wide, d_scores.bfloat16().float())
+        torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-7)
