@@ -89,9 +89,14 @@ def _options(
 def _run(
     scenario: Annotated[Path, typer.Argument(metavar="SCENARIO.yaml", help="What to measure.")],
     backend: BackendOption = [],  # noqa: B006
-    only: Annotated[list[str], typer.Option(metavar="GLOB", help="Cases whose label or id matches; repeatable.")] = [],  # noqa: B006
+    only: Annotated[
+        list[str], typer.Option("--only", metavar="GLOB", help="Cases whose label or id matches; repeatable.")
+    ] = [],  # noqa: B006
     out: Annotated[
-        Path, typer.Option(metavar="DIR", envvar="ATTNBENCH_RESULTS", help="Folder in which the run's folder is made.")
+        Path,
+        typer.Option(
+            "--out", metavar="DIR", envvar="ATTNBENCH_RESULTS", help="Folder in which the run's folder is made."
+        ),
     ] = RESULTS,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with this scenario's newest unfinished run.")] = False,
     only_failed: Annotated[
@@ -101,14 +106,21 @@ def _run(
         bool, typer.Option("--dry-run", help="Print the planned cases, their memory and time; run none.")
     ] = False,
     gpus: Annotated[
-        str | None, typer.Option(metavar="all|N", help="Spread cases over several boards, one worker each.")
+        str | None, typer.Option("--gpus", metavar="all|N", help="Spread cases over several boards, one worker each.")
     ] = None,
-    executor: Annotated[Executor, typer.Option(help="Boards of this machine, or of a Ray cluster.")] = "local",
-    address: Annotated[str | None, typer.Option(help="Ray's address: auto, host:port or ray://…")] = None,
+    executor: Annotated[
+        Executor, typer.Option("--executor", help="Boards of this machine, or of a Ray cluster.")
+    ] = "local",
+    address: Annotated[str | None, typer.Option("--address", help="Ray's address: auto, host:port or ray://…")] = None,
     accelerator: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Ray's accelerator type, such as H200, where it has several.")
+        str | None,
+        typer.Option(
+            "--accelerator", metavar="TYPE", help="Ray's accelerator type, such as H200, where it has several."
+        ),
     ] = None,
-    device: Annotated[Device | None, typer.Option(help="Where to run; default: cuda where there is one.")] = None,
+    device: Annotated[
+        Device | None, typer.Option("--device", help="Where to run; default: cuda where there is one.")
+    ] = None,
     format: FormatOption = "table",
     detail: Annotated[
         bool, typer.Option("--detail", help="Also show where each row's time goes: parts on the device, host time.")
@@ -136,15 +148,18 @@ def _run(
 
 @app.command("check")
 def _check(
-    op: Annotated[list[str], typer.Option(metavar="OP", help="Operation; default: all; repeatable.")] = [],  # noqa: B006
+    op: Annotated[list[str], typer.Option("--op", metavar="OP", help="Operation; default: all; repeatable.")] = [],  # noqa: B006
     dtype: Annotated[
-        list[str], typer.Option(metavar="DTYPE", help="fp32, fp16 or bf16; default: all; repeatable.")
+        list[str], typer.Option("--dtype", metavar="DTYPE", help="fp32, fp16 or bf16; default: all; repeatable.")
     ] = [],  # noqa: B006
     backend: BackendOption = [],  # noqa: B006
     scenario: Annotated[
-        Path | None, typer.Option(metavar="F", help="Check this scenario's cases, not the built-in corpus.")
+        Path | None,
+        typer.Option("--scenario", metavar="F", help="Check this scenario's cases, not the built-in corpus."),
     ] = None,
-    device: Annotated[Device | None, typer.Option(help="Where to run; default: cuda where there is one.")] = None,
+    device: Annotated[
+        Device | None, typer.Option("--device", help="Where to run; default: cuda where there is one.")
+    ] = None,
     format: FormatOption = "table",
 ) -> None:
     """Check outputs and gradients against an fp64 reference."""
@@ -155,16 +170,22 @@ def _check(
 def _compare(
     base: Annotated[str, typer.Argument(metavar="BASE", help="A run's folder or name, or a git commit.")],
     new: Annotated[str, typer.Argument(metavar="NEW", help="The same, for the other side.")],
-    threshold: Annotated[str, typer.Option(metavar="PERCENT", help="Smallest change that counts.")] = "2%",
+    threshold: Annotated[
+        str, typer.Option("--threshold", metavar="PERCENT", help="Smallest change that counts.")
+    ] = "2%",
     format: Annotated[Literal["table", "md", "json"], typer.Option("--format", "-f", help="How to print.")] = "table",
     allow_missing: Annotated[bool, typer.Option("--allow-missing", help="Cases on one side only are fine.")] = False,
     rerun: Annotated[
         Path | None,
-        typer.Option(metavar="SCENARIO", help="Measure both commits (or checkouts) now, in turns on this machine."),
+        typer.Option(
+            "--rerun", metavar="SCENARIO", help="Measure both commits (or checkouts) now, in turns on this machine."
+        ),
     ] = None,
     backend: BackendOption = [],  # noqa: B006
-    only: Annotated[list[str], typer.Option(metavar="GLOB", help="With --rerun: only these cases; repeatable.")] = [],  # noqa: B006
-    device: Annotated[Device | None, typer.Option(help="With --rerun: where to run.")] = None,
+    only: Annotated[
+        list[str], typer.Option("--only", metavar="GLOB", help="With --rerun: only these cases; repeatable.")
+    ] = [],  # noqa: B006
+    device: Annotated[Device | None, typer.Option("--device", help="With --rerun: where to run.")] = None,
     results: ResultsOption = RESULTS,
 ) -> None:
     """Say per case whether NEW is faster or slower than BASE."""
@@ -187,7 +208,7 @@ def _compare(
 def _plot(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name, or a git commit.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for the plots; default: the run's own `plots`.")
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder for the plots; default: the run's own `plots`.")
     ] = None,
     format: Annotated[Literal["png", "svg"], typer.Option("--format", "-f", help="File type.")] = "png",
     results: ResultsOption = RESULTS,
@@ -200,7 +221,8 @@ def _plot(
 def _report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name, or a git commit.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Default: report.html in the run's folder; md goes to stdout.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Default: report.html in the run's folder; md goes to stdout."),
     ] = None,
     format: Annotated[Literal["html", "md"], typer.Option("--format", "-f", help="A page, or Markdown.")] = "html",
     results: ResultsOption = RESULTS,
@@ -217,7 +239,7 @@ def _history(
         list[str],
         typer.Option("--pass", "-p", metavar="P", help="forward, backward or forward_backward; repeatable."),
     ] = [],  # noqa: B006
-    threshold: Annotated[str, typer.Option(metavar="PERCENT", help="Smallest step that counts.")] = "2%",
+    threshold: Annotated[str, typer.Option("--threshold", metavar="PERCENT", help="Smallest step that counts.")] = "2%",
     dirty: Annotated[bool, typer.Option("--dirty", help="Runs with uncommitted changes too.")] = False,
     format: FormatOption = "table",
     results: ResultsOption = RESULTS,
@@ -257,7 +279,7 @@ def _validate(
 
 @app.command("schema")
 def _schema(
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write there; default: stdout.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write there; default: stdout.")] = None,
 ) -> None:
     """Print the JSON Schema of scenario files."""
     _call("schema", out=out)
@@ -281,7 +303,9 @@ def _doctor(format: Annotated[Literal["table", "json"], typer.Option("--format",
 
 @app.command("selftest")
 def _selftest(
-    device: Annotated[Device | None, typer.Option(help="Where to run; default: cuda where there is one.")] = None,
+    device: Annotated[
+        Device | None, typer.Option("--device", help="Where to run; default: cuda where there is one.")
+    ] = None,
     format: Annotated[Literal["table", "json"], typer.Option("--format", "-f")] = "table",
 ) -> None:
     """Run kernels that are known to be wrong: each must be caught."""

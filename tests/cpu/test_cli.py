@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import resource
@@ -284,3 +285,13 @@ def test_a_backend_that_refuses_the_cpu_is_not_listed_as_running_there(monkeypat
     for name, here, *_ in backends()[1]:
         if here == "yes" and name != "module:object":
             assert loaded_backend(name).supports(case, "cpu") is None
+
+
+def test_options_name_themselves() -> None:
+    """Left to typer, the name of `op` with the metavar OP is `--OP` in typer 0.27.0."""
+    tree = ast.parse((ROOT / "attnbench" / "cli" / "__init__.py").read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "typer.Option"]
+    assert len(calls) > 30
+    for call in calls:
+        assert call.args, ast.unparse(call)
+        assert ast.unparse(call.args[0]).startswith("'--"), ast.unparse(call)
