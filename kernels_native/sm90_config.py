@@ -26,7 +26,6 @@ class Config:
     q_stages: int = 2
     split: bool = False
     ahead: bool = True
-    cluster: int = 1
     dynamic: bool = True
     pingpong: bool = True
     diagonal_halves: bool = False
@@ -59,7 +58,6 @@ class Config:
             "VARLEN": int(self.varlen),
             "SPLIT": int(self.split),
             "AHEAD": int(self.ahead and self.q_stages > 1),
-            "CLUSTER": self.cluster,
             "DYNAMIC": int(self.dynamic),
             "PINGPONG": int(self.pingpong),
             "DIAGONAL_HALVES": int(self.causal and self.diagonal_halves),
@@ -91,7 +89,7 @@ class Config:
         )
 
     def prepare(self) -> Specialisation:
-        """The kernel that counts the row tiles of packed sequences."""
+        """The kernel that orders packed sequences and counts their row tiles."""
         return Specialisation(
             source="sm90_forward_prepare.cu",
             entry="sm90_forward_prepare",
@@ -106,7 +104,8 @@ def choose(head_dim: int, head_dim_v: int, causal: bool, varlen: bool, dtype: st
     """The measured best configuration (docs/performance.md) for head dims up to 256.
 
     Args:
-        aligned: keys - queries is a multiple of 128, so that under causal every tile ends with its diagonal block.
+        aligned: keys - queries is a multiple of 128 in every sequence, so that under causal every tile ends with its
+            diagonal block.
 
     Raises:
         ValueError: a head dim that no specialisation covers.
@@ -119,8 +118,8 @@ def choose(head_dim: int, head_dim_v: int, causal: bool, varlen: bool, dtype: st
     widest = max(padded, padded_v)
     if widest == 64:
         return replace(base, warpgroups=2 if varlen else 3)
-    if (padded, padded_v) == (128, 128) and not varlen:
-        return replace(base, q_registers=True, diagonal_halves=causal and aligned)
+    if (padded, padded_v) == (128, 128):
+        return replace(base, q_registers=True, diagonal_halves=causal and aligned, quick=True)
     if widest <= 128:
         return base
     if widest == 192:

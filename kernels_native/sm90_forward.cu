@@ -11,8 +11,6 @@
 //   STAGES, Q_STAGES      buffers of K and of V; of Q (O is staged in the Q buffer it came from)
 //   AHEAD                 the next tile's first scores run with this tile's last P V (needs two Q_STAGES)
 //   CAUSAL, VARLEN        0 or 1
-//   CLUSTER               blocks that work on one key head in step and share its loads: 1 or 2 (2: dense, and not
-//                         causal unless the group is even; not in use)
 //   DYNAMIC               tiles are handed out in order instead of dealt to and fro
 //   SPLIT                 few queries: the query heads of a group are rows of one tile, the keys are shared out among
 //                         thread blocks, and sm90_forward_combine.cu merges what they write
@@ -34,12 +32,7 @@ using namespace attn;
 constexpr int kProducerRegisters = WARPGROUPS == 3 ? 32 : 24;
 constexpr int kConsumerRegisters = WARPGROUPS == 3 ? 160 : 240;
 
-#if CLUSTER > 1
-#define ATTN_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define ATTN_CLUSTER
-#endif
-extern "C" __global__ void ATTN_CLUSTER __launch_bounds__(kThreads, 1) sm90_forward(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_forward(const __grid_constant__ Params p) {
   extern __shared__ unsigned char dynamic_smem[];
   const u32 start = smem_address(dynamic_smem);
   const u32 q_smem = (start + 1023) & ~1023u;
@@ -53,12 +46,12 @@ extern "C" __global__ void ATTN_CLUSTER __launch_bounds__(kThreads, 1) sm90_forw
     tma_prefetch(p.v);
     tma_prefetch(p.o);
     mbarrier_init(smem_address(&control.next_full), 1);
-    mbarrier_init(smem_address(&control.next_empty), CLUSTER);
+    mbarrier_init(smem_address(&control.next_empty), 1);
     for (int i = 0; i < Q_STAGES; ++i) {
       mbarrier_init(smem_address(&control.q_full[i]), 1);
       mbarrier_init(smem_address(&control.q_empty[i]), WARPGROUPS);
     }
-    constexpr int kReaders = 4 * WARPGROUPS * (CLUSTER > 1 ? CLUSTER : kWarpArrivals);
+    constexpr int kReaders = 4 * WARPGROUPS * kWarpArrivals;
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(smem_address(&control.k_full[i]), 1);
       mbarrier_init(smem_address(&control.v_full[i]), 1);
@@ -67,18 +60,14 @@ extern "C" __global__ void ATTN_CLUSTER __launch_bounds__(kThreads, 1) sm90_forw
     }
     mbarrier_init_fence();
   }
-#if CLUSTER > 1
-  cluster_sync();
-#else
   __syncthreads();
-#endif
 
   // Shuffled, so that the compiler knows it to be alike across the warp.
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_shrink<kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (warp == 1 && (CLUSTER == 1 || cluster_rank() == 0)) schedule(p, control);
+    if (warp == 1) schedule(p, control);
     if (threadIdx.x == 0) produce(p, control, q_smem, k_smem, v_smem);
   } else {
     registers_grow<kConsumerRegisters>();
@@ -92,7 +81,4 @@ extern "C" __global__ void ATTN_CLUSTER __launch_bounds__(kThreads, 1) sm90_forw
     consume<No>(p, control, warpgroup - 1, q_smem, k_smem, v_smem);
 #endif
   }
-#if CLUSTER > 1
-  cluster_sync();  // nobody leaves while others may still write here
-#endif
 }

@@ -22,8 +22,8 @@ HEADROOM = 8.0
 L2_BYTES = 32 << 20
 """Keys and values of one section of heads under causal: about what stays in the H200's 50 MB L2 beside the rest."""
 _ADDRESSES = struct.Struct("8Q")
-_NUMBERS = struct.Struct("12i 2f 8x")
-_PREPARE = struct.Struct("2Q 2i")
+_NUMBERS = struct.Struct("11i 2f 12x")
+_PREPARE = struct.Struct("3Q 2i")
 _COMBINE = struct.Struct("4Q q 4i")
 
 
@@ -91,9 +91,10 @@ def _plan(
     causal: bool,
     softmax_scale: float,
     sequences: int | None,
+    same_lengths: bool,
     config: Config | None,
 ) -> _Plan:
-    """`sequences` counts packed ones; None for a dense batch."""
+    """`sequences` counts packed ones, None for a dense batch; `same_lengths`: each has as many keys as queries."""
     varlen = sequences is not None
     rows, heads, head_dim = q_shape[-3:]
     keys, kv_heads, head_dim_v = k_shape[-3], k_shape[-2], v_shape[-1]
@@ -101,7 +102,8 @@ def _plan(
     group = heads // kv_heads
     blocks = _multiprocessors(device)
     tile_rows = splits = each = 0
-    chosen = config or choose(head_dim, head_dim_v, causal, varlen, dtype, not varlen and (keys - rows) % 128 == 0)
+    aligned = same_lengths if varlen else (keys - rows) % 128 == 0
+    chosen = config or choose(head_dim, head_dim_v, causal, varlen, dtype, aligned)
     if not varlen and (config is None or config.split):
         packed = config or split_config(chosen)
         tile_rows, splits, each = split_plan(rows, keys, heads, kv_heads, batch, blocks, packed.block_m, packed.block_n)
@@ -110,19 +112,13 @@ def _plan(
         if splits:
             chosen = packed
     row_tiles = -(-rows // (tile_rows or chosen.block_m))
-    # A pair of blocks shares keys: as two heads of a group, else as two row tiles.
-    pair_heads = chosen.cluster > 1 and group % chosen.cluster == 0
     if varlen:
         most_tiles = (row_tiles + batch + 1) * heads
-    elif chosen.cluster > 1 and not pair_heads:
-        most_tiles = -(-row_tiles // chosen.cluster) * chosen.cluster * heads * batch
     else:
         most_tiles = row_tiles * (kv_heads * splits if splits else heads) * batch
     section = L2_BYTES // (2 * (head_dim + head_dim_v))  # keys of one head
     if not varlen:
         section = min(max(1, section // max(1, keys)) * group, heads * max(batch, 1))
-    if pair_heads:
-        section = max(1, section // chosen.cluster)
     scale_log2 = softmax_scale * LOG2_E
     numbers = _NUMBERS.pack(
         batch,
@@ -133,7 +129,6 @@ def _plan(
         row_tiles,
         section,
         head_dim_v,
-        int(pair_heads),
         tile_rows,
         splits,
         each,
@@ -154,7 +149,7 @@ def _plan(
         tile_rows,
         splits,
         numbers,
-        (min(blocks // chosen.cluster * chosen.cluster, most_tiles), 1, 1),
+        (min(blocks, most_tiles), 1, 1),
         (total, heads, rows, head_dim_v, splits),
         (-(-total // 8), 1, 1),
     )
@@ -163,14 +158,13 @@ def _plan(
 def _maps(plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> bytes:
     """The four tensor maps."""
     config, dtype = plan.config, plan.config.dtype
-    key_rows = config.block_n // config.cluster
     if plan.splits:
         q_map = _group_map(q, dtype, q.shape[2] // k.shape[2], plan.tile_rows)
     else:
         q_map = row_map(q, dtype, config.block_m)
     # Without keys nothing is loaded through their maps, but the kernel prefetches them.
-    k_map = row_map(k, dtype, key_rows) if k.numel() else q_map
-    v_map = row_map(v, dtype, key_rows) if v.numel() else q_map
+    k_map = row_map(k, dtype, config.block_n) if k.numel() else q_map
+    v_map = row_map(v, dtype, config.block_n) if v.numel() else q_map
     return q_map + k_map + v_map + row_map(out, dtype, 64)
 
 
@@ -199,26 +193,32 @@ def forward(
 
     device = q.device.index
     sequences = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    # One tensor for both, as self-attention has it: the lengths are equal whatever they are.
+    same_lengths = (
+        cu_seqlens_q is not None and cu_seqlens_k is not None and cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr()
+    )
     dtype = "bf16" if q.dtype == torch.bfloat16 else "fp16"
-    plan = _plan(q.shape, k.shape, v.shape, dtype, device, causal, softmax_scale, sequences, config)
+    plan = _plan(q.shape, k.shape, v.shape, dtype, device, causal, softmax_scale, sequences, same_lengths, config)
     out = torch.empty(plan.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
-    q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     key = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), q.stride(), k.stride(), v.stride())
     maps = plan.maps.get(key)
     if maps is None:
-        if len(plan.maps) >= 256:
-            plan.maps.clear()  # the same few addresses come back; what does not must not pile up
-        maps = plan.maps[key] = _maps(plan, q, k, v, out)
+        ready = tma_ready(q), tma_ready(k), tma_ready(v)
+        maps = _maps(plan, *ready, out)
+        if ready[0] is q and ready[1] is k and ready[2] is v:  # a copy's address tells nothing of the next call's
+            if len(plan.maps) >= 256:
+                plan.maps.clear()  # the same few addresses come back; what does not must not pile up
+            plan.maps[key] = maps
     stream = current_stream(device)
     counter = _counter(device, stream)
     cu_q = cu_k = offsets = partial_out = partial_lse = 0
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        tile_offsets = torch.empty(plan.sequences + 2, dtype=torch.int32, device=q.device)
+        tile_offsets = torch.empty(2 * plan.sequences + 3, dtype=torch.int32, device=q.device)
         cu_q, cu_k, offsets = cu_seqlens_q.data_ptr(), cu_seqlens_k.data_ptr(), tile_offsets.data_ptr()
-        plan.prepare.launch((1, 1, 1), _PREPARE.pack(cu_q, offsets, plan.sequences, plan.rows), stream)
+        plan.prepare.launch((1, 1, 1), _PREPARE.pack(cu_q, cu_k, offsets, plan.sequences, plan.rows), stream)
     if plan.splits:
         parts = torch.empty((plan.splits, *plan.lse_shape, plan.out_shape[-1]), dtype=torch.float32, device=q.device)
         parts_lse = torch.empty((plan.splits, *plan.lse_shape), dtype=torch.float32, device=q.device)

@@ -55,14 +55,7 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, int w
   };
   const auto wait_k = [&](int i) { mbarrier_wait(smem_address(&control.k_full[i % STAGES]), i / STAGES & 1); };
   const auto wait_v = [&](int i) { mbarrier_wait(smem_address(&control.v_full[i % STAGES]), i / STAGES & 1); };
-  // Lane r of each warp tells block r of the cluster, which also loads into this block.
-  const auto release = [&](u64& empty) {
-#if CLUSTER > 1
-    if (lane < CLUSTER) mbarrier_arrive_cluster(smem_address(&empty), lane);
-#else
-    mbarrier_arrive_warp(smem_address(&empty), lane == 0);
-#endif
-  };
+  const auto release = [&](u64& empty) { mbarrier_arrive_warp(smem_address(&empty), lane == 0); };
   const auto release_k = [&](int i) { release(control.k_empty[i % STAGES]); };
   const auto release_v = [&](int i) { release(control.v_empty[i % STAGES]); };
   const auto k_tile = [&](int i) { return wgmma_k_major(k_smem + i % STAGES * kKBytes); };

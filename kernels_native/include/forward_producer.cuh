@@ -4,17 +4,10 @@
 
 namespace attn {
 
-// One panel of a block of keys or values. In a cluster each block loads its share of the rows for all.
+// One panel of a block of keys or values.
 __device__ __forceinline__ void load_panel(const TensorMap& map, u32 destination, u32 full, int panel, int row,
                                            int head, int batch) {
-#if CLUSTER > 1
-  constexpr int kShare = BLOCK_N / CLUSTER;
-  const int rank = cluster_rank();
-  tma_load_4d_multicast(destination + rank * kShare * 128, map, full, (1 << CLUSTER) - 1, panel * 64,
-                        row + rank * kShare, head, batch);
-#else
   tma_load_4d(destination, map, full, panel * 64, row, head, batch);
-#endif
 }
 
 // Loads the tile's keys and values from right to left, K one block ahead of V, as the consumers use them. `step` counts
@@ -48,27 +41,18 @@ __device__ __forceinline__ void load_keys(const Params& p, Control& control, con
   }
 }
 
-// The scheduler warp: finds the next tile while the producer loads this one. In a cluster, the first block's for all.
+// The scheduler warp: finds the next tile while the producer loads this one.
 __device__ __forceinline__ void schedule(const Params& p, Control& control) {
   const bool leader = (threadIdx.x & 31) == 0;
-  const int worker = blockIdx.x / CLUSTER, workers = gridDim.x / CLUSTER;
+  const int worker = blockIdx.x, workers = gridDim.x;
   int next = worker;
   for (int round = 0;; ++round) {
     const Tile tile = find_tile(p, DYNAMIC ? next : zigzag(round, worker, workers));
     if (leader) {
       if (DYNAMIC && tile.row >= 0) next = workers + atomicAdd(p.counter, 1);
       mbarrier_wait(smem_address(&control.next_empty), round & 1 ^ 1);
-#if CLUSTER > 1
-      const int4* words = reinterpret_cast<const int4*>(&tile);
-      for (int rank = 0; rank < CLUSTER; ++rank) {
-        store_cluster(smem_address(&control.next), rank, words[0]);
-        store_cluster(smem_address(&control.next) + 16, rank, words[1]);
-        mbarrier_arrive_cluster(smem_address(&control.next_full), rank);
-      }
-#else
       control.next = tile;
       mbarrier_arrive(smem_address(&control.next_full));
-#endif
     }
     if (tile.row < 0) break;
     if (DYNAMIC) next = __shfl_sync(0xffffffffu, next, 0);
@@ -85,16 +69,9 @@ __device__ __forceinline__ void schedule(const Params& p, Control& control) {
 __device__ __forceinline__ void produce(const Params& p, Control& control, u32 q_smem, u32 k_smem, u32 v_smem) {
   int step = 0;
   for (int round = 0;; ++round) {
-#if CLUSTER > 1
-    mbarrier_wait_cluster(smem_address(&control.next_full), round & 1);
-    Tile tile = control.next;
-    mbarrier_arrive_cluster(smem_address(&control.next_empty), 0);
-    if (tile.row >= 0) (p.pair_heads ? tile.head : tile.row) += cluster_rank() * (p.pair_heads ? 1 : kBlockM);
-#else
     mbarrier_wait(smem_address(&control.next_full), round & 1);
     const Tile tile = control.next;
     mbarrier_arrive(smem_address(&control.next_empty));
-#endif
     const int qs = round % Q_STAGES;
     const u32 q_full = smem_address(&control.q_full[qs]);
     mbarrier_wait(smem_address(&control.q_empty[qs]), (round / Q_STAGES & 1) ^ 1);

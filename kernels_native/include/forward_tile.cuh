@@ -22,7 +22,7 @@ struct Params {
   float* lse;            // [batch, heads, rows] or [heads, tokens]
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;
-  const int* tile_offsets;  // packed: row tiles before each sequence, [batch + 2]
+  const int* tile_offsets;  // packed: see sm90_forward_prepare.cu
   float* partial_out;       // split: [splits, batch, heads, rows, head_dim_v], each split normalised by itself
   float* partial_lse;       // split: [splits, batch, heads, rows]
   int* counter;             // tiles handed out, blocks done: 0, 0 between launches
@@ -34,8 +34,7 @@ struct Params {
   int row_tiles;
   int section_heads;  // heads whose keys stay in L2 together; packed: keys of one head that do
   int head_dim_v;
-  int pair_heads;  // clusters: blocks take two heads of a group instead of two tiles of rows
-  int tile_rows;   // queries a tile: BLOCK_M; split: BLOCK_M / group
+  int tile_rows;  // queries a tile: BLOCK_M; split: BLOCK_M / group
   int splits;
   int blocks_per_split;  // key blocks
   float scale_log2;      // softmax scale * log2(e)
@@ -84,9 +83,10 @@ __device__ __forceinline__ Tile find_tile(const Params& p, int index) {
   if (VARLEN) {
     const int total = p.tile_offsets[p.batch + 1] * p.heads;
     if (index >= total) return tile;
-    const int sequence = warp_search(p.tile_offsets, p.batch + 1, index / p.heads);
-    const int first = p.tile_offsets[sequence];
-    const int count = p.tile_offsets[sequence + 1] - first;
+    const int place = warp_search(p.tile_offsets, p.batch + 1, index / p.heads);
+    const int first = p.tile_offsets[place];
+    const int count = p.tile_offsets[place + 1] - first;
+    const int sequence = p.tile_offsets[p.batch + 2 + place];
     tile.q_offset = p.cu_seqlens_q[sequence];
     if (sequence == p.batch) {  // tokens beyond the last sequence: no keys
       tile.rows = p.rows - tile.q_offset;
@@ -101,21 +101,16 @@ __device__ __forceinline__ Tile find_tile(const Params& p, int index) {
     dense_tile<CAUSAL>(index - first * p.heads, count, p.heads, p.heads, section, row_tile, tile.head, tile.batch);
     tile.row = row_tile * kBlockM;
   } else {
-    // In a cluster this is the first block's tile.
-    const int per_head = CLUSTER > 1 && p.pair_heads ? CLUSTER : 1;
-    const int per_row = CLUSTER / per_head;
-    const int heads = (SPLIT ? p.heads / p.group : p.heads) / per_head;
-    const int row_tiles = (p.row_tiles + per_row - 1) / per_row;
-    if (index >= row_tiles * heads * p.batch * (SPLIT ? p.splits : 1)) return tile;
+    const int heads = SPLIT ? p.heads / p.group : p.heads;
+    if (index >= p.row_tiles * heads * p.batch * (SPLIT ? p.splits : 1)) return tile;
     if (SPLIT) {
       tile.split = index % p.splits;
       index /= p.splits;
     }
     int row_tile;
-    dense_tile<CAUSAL && !SPLIT>(index, row_tiles, heads, heads * p.batch, p.section_heads, row_tile, tile.head,
+    dense_tile<CAUSAL && !SPLIT>(index, p.row_tiles, heads, heads * p.batch, p.section_heads, row_tile, tile.head,
                                  tile.batch);
-    tile.row = row_tile * (SPLIT ? p.tile_rows : kBlockM * per_row);
-    tile.head *= per_head;
+    tile.row = row_tile * (SPLIT ? p.tile_rows : kBlockM);
     tile.rows = p.rows;
     tile.keys = p.keys;
     tile.q_offset = tile.k_offset = 0;

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import shutil
 import subprocess
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kernels_native.jit import INCLUDE, SHARED_LIMIT, build
-from kernels_native.sm90_forward import HEAD_DIMS, choose, specialisations, split_config, split_plan
+from kernels_native.jit import INCLUDE, ROOT, SHARED_LIMIT, build
+from kernels_native.sm90_forward import _PREPARE, HEAD_DIMS, choose, specialisations, split_config, split_plan
 
 
 def sass(cubin: bytes) -> str:
@@ -51,7 +51,6 @@ def test_other_paths_build_too(dtype: str) -> None:
     for config in (
         halves,
         split_config(halves),
-        replace(halves, quick=True),
         choose(192, 128, True, False, dtype),
         choose(128, 64, True, True, dtype),
     ):
@@ -213,11 +212,75 @@ def test_schedule_visits_every_tile_once(tmp_path: Path) -> None:
             assert (columns >= 0).all()
 
 
+EXTRA = r"""
+#include "device.h"
+#define BLOCK_M 128
+inline int __clz(int x) { return __builtin_clz(x); }
+inline int atomicAdd(int* at, int x) { const int old = *at; *at += x; return old; }
+inline int __shfl_up_sync(unsigned, int x, int lanes) {
+  posted[threadIdx.x][0] = x;
+  __syncwarp();
+  const int y = posted[max<int>(threadIdx.x / 32 * 32, threadIdx.x - lanes)][0];
+  __syncwarp();
+  return y;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def prepare(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """sm90_forward_prepare.cu on the CPU: `run(params)`."""
+    folder = tmp_path_factory.mktemp("prepare")
+    emulator = Path(__file__).parent / "emulator"
+    header = (emulator / "device.h").read_text()
+    (folder / "device.h").write_text(header.replace("kMostThreads = 256", "kMostThreads = 1024"))
+    shutil.copy(emulator / "device.cpp", folder)
+    source = EXTRA + (ROOT / "sm90_forward_prepare.cu").read_text().replace('extern "C" ', "")
+    source += """
+void run_block(int threads, int block, void (*body)());
+static PrepareParams given;
+extern "C" void run(const PrepareParams* p) {
+  given = *p;
+  run_block(1024, 0, [] { sm90_forward_prepare(given); });
+}"""
+    (folder / "prepare.cpp").write_text(source)
+    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", "prepare.so", "prepare.cpp", "device.cpp"]
+    subprocess.run(command, check=True, cwd=folder)
+    return ctypes.CDLL(str(folder / "prepare.so"))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no host C++ compiler")
+@pytest.mark.parametrize("kind", ["mixed", "equal", "growing", "empty", "none"])
+def test_packed_sequences_are_ordered_by_their_keys(prepare: ctypes.CDLL, kind: str) -> None:
+    generator = np.random.default_rng(1)
+    lengths = {
+        "mixed": generator.integers(0, 3000, (2, 2500)),
+        "equal": np.full((2, 5000), 16),
+        "growing": np.stack([np.arange(12) * 100 + 1] * 2),
+        "empty": np.zeros((2, 3), int),
+        "none": np.zeros((2, 0), int),
+    }[kind]
+    batch, beyond = lengths.shape[1], 37
+    cu_q, cu_k = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in lengths)
+    found = np.full(2 * batch + 3, -1, np.int32)
+    tokens = int(cu_q[-1]) + beyond
+    prepare.run(_PREPARE.pack(cu_q.ctypes.data, cu_k.ctypes.data, found.ctypes.data, batch, tokens))
+    offsets, order = found[: batch + 2], found[batch + 2 :]
+    assert sorted(order) == list(range(batch + 1))
+    assert order[-1] == batch  # the tokens beyond the last sequence
+    rows = np.append(lengths[0], beyond)[order]
+    assert (np.diff(offsets) == -(-rows // 128)).all()
+    assert offsets[0] == 0
+    keys = lengths[1][order[:-1]]
+    longest_after = np.maximum.accumulate(keys[::-1])[::-1]
+    assert (longest_after[:-1] <= 1.25 * np.maximum(keys[:-1], 1) + 1).all()  # nearly descending
+
+
 def test_parameters_have_the_size_of_the_kernels_struct() -> None:
     from kernels_native.sm90_forward import _ADDRESSES, _NUMBERS
 
     size = 4 * 128 + _ADDRESSES.size + _NUMBERS.size
-    assert size == 640  # four tensor maps, eight addresses, twelve ints, two floats, padded to a tensor map's alignment
+    assert size == 640  # four tensor maps, eight addresses, eleven ints, two floats, padded to a tensor map's alignment
     assert size % 64 == 0
 
 
