@@ -171,22 +171,26 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_forward(const __
 
     mbarrier_wait(k_full + 8 * stage, parity);
     const u32 k_at = columns_then_rows(k_tiles + stage * KV_BYTES, lane);
+    {
+      u32 a[2][MT][4], b[2][4];
+      auto fetch_k = [&](int unit) {
+        const int k = unit / (NT / 2), n = unit % (NT / 2);
+        ldmatrix(b[unit & 1], (k_at ^ ((k % 4) * 32)) + (k / 4) * BN * 128 + n * 2048);
+        if (!Q_REGISTERS && n == 0) {
 #pragma unroll
-    for (int k = 0; k < KS; ++k) {
-      u32 a[MT][4];
-      if (!Q_REGISTERS) {
+          for (int m = 0; m < MT; ++m) ldmatrix(a[k & 1][m], (q_at ^ ((k % 4) * 32)) + (k / 4) * BM * 128 + m * 2048);
+        }
+      };
+      fetch_k(0);
 #pragma unroll
-        for (int m = 0; m < MT; ++m) ldmatrix(a[m], (q_at ^ ((k % 4) * 32)) + (k / 4) * BM * 128 + m * 2048);
-      }
-#pragma unroll
-      for (int n = 0; n < NT / 2; ++n) {
-        u32 b[4];
-        ldmatrix(b, (k_at ^ ((k % 4) * 32)) + (k / 4) * BN * 128 + n * 2048);
+      for (int unit = 0; unit < KS * (NT / 2); ++unit) {
+        const int k = unit / (NT / 2), n = unit % (NT / 2);
+        if (unit + 1 < KS * (NT / 2)) fetch_k(unit + 1);
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
-          const u32(&q)[4] = Q_REGISTERS ? q_held[Q_REGISTERS ? k : 0][m] : a[m];
-          mma(c[m][2 * n], q, b[0], b[1]);
-          mma(c[m][2 * n + 1], q, b[2], b[3]);
+          const u32(&q)[4] = Q_REGISTERS ? q_held[Q_REGISTERS ? k : 0][m] : a[k & 1][m];
+          mma(c[m][2 * n], q, b[unit & 1][0], b[unit & 1][1]);
+          mma(c[m][2 * n + 1], q, b[unit & 1][2], b[unit & 1][3]);
         }
       }
     }

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels_triton import attnres_attend_one_pass
 from kernels_triton.attnres_common import INTERPRET, multiprocessors, rounded
 
 
@@ -81,7 +82,8 @@ def _logits(
         live = d < hidden
         v_next = tl.load(v_at[:, None] + d[None, :], mask=v_ok[:, None] & live[None, :], other=0.0)
         w_next = tl.load(w_at[:, None] + d[None, :], mask=has_s[:, None] & live[None, :], other=0.0)
-        product = plain_dot(v, tl.trans(w), product, SPLIT, PRECISION)
+        # Tensor cores truncate as they add, so a chunk's sum is added to the others here, with rounding.
+        product += plain_dot(v, tl.trans(w), tl.zeros([SOURCES, BLOCK_S], tl.float32), SPLIT, PRECISION)
         x = v.to(tl.float32)
         square += tl.sum(tl.reshape(x * x, [SOURCES, CHUNK // 8, 8]), axis=2)
         v = v_next
@@ -248,6 +250,9 @@ def forward(
     blocks, rows, hidden = v.shape
     queries = w.shape[0]
     if rows == 0 or queries == 0:
+        return
+    if config is None and attnres_attend_one_pass.fits(v, w):
+        attnres_attend_one_pass.forward(v, w, out, lse, logits, rstd, eps)
         return
     split = v.dtype == w.dtype == torch.bfloat16 and not INTERPRET
     cfg = config or default_config(hidden, blocks, queries, split)
