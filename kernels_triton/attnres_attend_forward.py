@@ -39,6 +39,17 @@ def plain_dot(left, right, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def chunk_dot(left, right, CHUNK: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """left @ right over CHUNK columns, to be added to other chunks with rounding: tensor cores truncate as they add.
+
+    The limit on imprecise sums has no other effect than to keep the compiler from making the addition theirs again.
+    """
+    if SPLIT:
+        return tl.dot(left, right, max_num_imprecise_acc=CHUNK)
+    return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision=PRECISION)
+
+
+@triton.jit
 def _logits(
     v_ptr,
     w_ptr,
@@ -82,8 +93,7 @@ def _logits(
         live = d < hidden
         v_next = tl.load(v_at[:, None] + d[None, :], mask=v_ok[:, None] & live[None, :], other=0.0)
         w_next = tl.load(w_at[:, None] + d[None, :], mask=has_s[:, None] & live[None, :], other=0.0)
-        # Tensor cores truncate as they add, so a chunk's sum is added to the others here, with rounding.
-        product += plain_dot(v, tl.trans(w), tl.zeros([SOURCES, BLOCK_S], tl.float32), SPLIT, PRECISION)
+        product += chunk_dot(v, tl.trans(w), CHUNK, SPLIT, PRECISION)
         x = v.to(tl.float32)
         square += tl.sum(tl.reshape(x * x, [SOURCES, CHUNK // 8, 8]), axis=2)
         v = v_next
