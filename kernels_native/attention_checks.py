@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernels_native import sm90_backward, sm90_forward, sm90_mma
+from kernels_native import sm90_forward, sm90_mma
 from kernels_triton.arguments import AttentionArgs, attention_arguments, call_key
 
 KERNELS = ("sm90", "sm90_mma")
@@ -33,7 +33,7 @@ def attention_unsupported(
     Raises:
         ValueError: there is no such kernel.
     """
-    del causal, varlen, deterministic
+    del causal, varlen, deterministic, requires_grad
     if kernel not in KERNELS:
         raise ValueError(f"kernel is {kernel!r}: want 'sm90' or 'sm90_mma'")
     name = dtype if isinstance(dtype, str) else _DTYPES.get(dtype, str(dtype))
@@ -45,9 +45,6 @@ def attention_unsupported(
             return f"{kernel} takes a {what} that is a multiple of 8 up to {most}, not {dim}"
     if kv_heads <= 0 or heads % kv_heads:
         return f"{kernel} takes kv_heads that divide heads, not {kv_heads} and {heads}"
-    most = sm90_backward.HEAD_DIMS[-1]
-    if kernel == "sm90" and requires_grad and max(head_dim, value_head_dim) > most:
-        return f"the backward of sm90 takes head dims up to {most}, not {max(head_dim, value_head_dim)}"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
         return f"{kernel} needs compute capability 9.0 (H100, H200), this GPU is of another"
     return None

@@ -6,11 +6,12 @@ sequences and rows beyond `cu_seqlens[-1]` are legal. Out and lse are both diffe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from kernels_native import sm90_backward, sm90_forward, sm90_mma
+from kernels_native import sm90_backward, sm90_backward_wide, sm90_forward, sm90_mma
 from kernels_native.attention_checks import check, checked_scale
 from kernels_triton.arguments import attention_arguments
 from kernels_triton.dispatch import differentiated, watched
@@ -55,7 +56,13 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.cuda.device(q.device):
         dout = torch.zeros_like(out) if dout is None else dout
-        backward = sm90_backward.backward if kernel == "sm90" else sm90_mma.backward
+        backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+        if kernel == "sm90_mma":
+            backward = sm90_mma.backward
+        elif max(q.shape[-1], v.shape[-1]) <= sm90_backward.HEAD_DIMS[-1]:
+            backward = sm90_backward.backward
+        else:
+            backward = sm90_backward_wide.backward
         return backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, deterministic)
 
 
@@ -173,7 +180,7 @@ def attention(
 
     Dense: q `[B, Sq, H, D]`, k `[B, Sk, Hkv, D]`, v `[B, Sk, Hkv, Dv]`. Packed (with cu_seqlens, int32 `[N + 1]`):
     q `[Tq, H, D]`, k `[Tk, Hkv, D]`, v `[Tk, Hkv, Dv]`. fp16 or bf16; any strides (what TMA cannot read is copied).
-    `kernel` is "sm90" (wgmma; gradients for head dims up to 128) or "sm90_mma" (mma.sync). `deterministic` makes the
+    `kernel` is "sm90" (wgmma) or "sm90_mma" (mma.sync). `deterministic` makes the
     gradients bitwise reproducible; out and lse always are.
 
     Returns:

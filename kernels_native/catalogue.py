@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from kernels_native import sm90_backward, sm90_forward, sm90_mma
+from kernels_native import sm90_backward, sm90_backward_wide, sm90_forward, sm90_mma
 from kernels_native.jit import BuildFailed, Specialisation, build
 from kernels_native.sass import instruction_counts
 
@@ -20,6 +20,7 @@ def specialisations(backends: Iterable[str] = BACKENDS) -> Iterator[Specialisati
     if "sm90" in wanted:
         yield from sm90_forward.specialisations()
         yield from sm90_backward.specialisations()
+        yield from sm90_backward_wide.specialisations()
     if "sm90_mma" in wanted:
         yield from sm90_mma.specialisations()
 

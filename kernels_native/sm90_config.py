@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from kernels_native.jit import Specialisation
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
+LONG = 8192
+"""Keys from which on the third warpgroup pays at head dim 128 without a mask."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,21 @@ class Config:
 
 
 @functools.cache
-def choose(head_dim: int, head_dim_v: int, causal: bool, varlen: bool, dtype: str, aligned: bool = False) -> Config:
+def choose(
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    varlen: bool,
+    dtype: str,
+    aligned: bool = False,
+    long: bool = False,
+) -> Config:
     """The measured best configuration (docs/performance.md) for head dims up to 256.
 
     Args:
         aligned: keys - queries is a multiple of 128 in every sequence, so that under causal every tile ends with its
             diagonal block.
+        long: there are `LONG` queries and keys or more, so that ragged tiles of 192 queries by 80 keys do not matter.
 
     Raises:
         ValueError: a head dim that no specialisation covers.
@@ -117,11 +128,14 @@ def choose(head_dim: int, head_dim_v: int, causal: bool, varlen: bool, dtype: st
     base = Config(padded, padded_v, causal, varlen, dtype)
     widest = max(padded, padded_v)
     if widest == 64:
-        return replace(base, warpgroups=2 if varlen else 3)
+        return replace(base, warpgroups=2 if varlen else 3, quick=True)
     if (padded, padded_v) == (128, 128):
-        return replace(base, q_registers=True, diagonal_halves=causal and aligned, quick=True)
+        base = replace(base, quick=True)
+        if long and not causal and not varlen:
+            return replace(base, warpgroups=3, block_n=80, pingpong=False)
+        return replace(base, q_registers=causal or not varlen, diagonal_halves=causal and aligned)
     if widest <= 128:
-        return base
+        return replace(base, quick=True)
     if widest == 192:
         return replace(base, block_n=112 if padded_v == 192 else 128, q_stages=1, pingpong=False, rescale_early=True)
     return replace(base, block_n=80, q_stages=1, pingpong=False, rescale_early=True)
@@ -136,15 +150,16 @@ def split_config(config: Config) -> Config:
 def specialisations() -> Iterator[Specialisation]:
     """Everything that a call can need, each once."""
     dims = [(d, d) for d in HEAD_DIMS] + [(192, 128)]
-    configs = [
-        choose(d, dv, causal, varlen, dtype, aligned)
+    kinds = [
+        (d, dv, causal, varlen, dtype, aligned)
         for dtype in ("bf16", "fp16")
         for d, dv in dims
         for causal in (False, True)
         for varlen in (False, True)
         for aligned in (False, True)
     ]
-    dense = [split_config(config) for config in configs if not config.varlen]
+    configs = [choose(*kind, long) for kind in kinds for long in (False, True)]
+    dense = [split_config(choose(*kind)) for kind in kinds if not kind[3]]
     yield from dict.fromkeys(config.specialisation() for config in configs + dense)
     yield from dict.fromkeys(one for config in configs for one in (config.prepare(), config.combine()))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kernels_native.launch import Kernel, current_stream, kernel
-from kernels_native.sm90_config import HEAD_DIMS, Config, choose, specialisations, split_config, split_plan
+from kernels_native.sm90_config import HEAD_DIMS, LONG, Config, choose, specialisations, split_config, split_plan
 from kernels_native.tensor_map import row_map, tensor_map, tma_ready
 
 if TYPE_CHECKING:
@@ -103,9 +103,10 @@ def _plan(
     blocks = _multiprocessors(device)
     tile_rows = splits = each = 0
     aligned = same_lengths if varlen else (keys - rows) % 128 == 0
-    chosen = config or choose(head_dim, head_dim_v, causal, varlen, dtype, aligned)
+    kind = head_dim, head_dim_v, causal, varlen, dtype, aligned
+    chosen = config or choose(*kind, min(rows, keys) >= LONG)
     if not varlen and (config is None or config.split):
-        packed = config or split_config(chosen)
+        packed = config or split_config(choose(*kind))
         tile_rows, splits, each = split_plan(rows, keys, heads, kv_heads, batch, blocks, packed.block_m, packed.block_n)
         if config and not splits:  # asked for by name
             tile_rows, splits, each = packed.block_m // group, 1, -(-keys // packed.block_n)

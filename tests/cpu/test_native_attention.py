@@ -31,7 +31,6 @@ def test_takes_the_plain_call(kernel: str) -> None:
         ("sm90_mma", {"head_dim": 192}, "head_dim that is a multiple of 8 up to 128, not 192"),
         ("sm90_mma", {"value_head_dim": 136}, "value_head_dim that is a multiple of 8 up to 128, not 136"),
         ("sm90", {"head_dim": 264}, "up to 256, not 264"),
-        ("sm90", {"head_dim": 192, "requires_grad": True}, "backward of sm90 takes head dims up to 128, not 192"),
         ("sm90_mma", {"head_dim": 60}, "not 60"),
         ("sm90_mma", {"kv_heads": 3}, "kv_heads that divide heads"),
     ],

@@ -18,6 +18,7 @@ from attnbench.scenario.case import AttnresCase
 EXAMPLE = Path(__file__).parents[2] / "examples/slowed_kernel.py"
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("percent", [3.0, 8.0])
 def test_a_forward_is_slowed_by_what_was_asked(percent: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOWED_PERCENT", str(percent))
