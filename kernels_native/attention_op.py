@@ -13,7 +13,7 @@ import torch
 
 from kernels_native import sm90_backward, sm90_backward_wide, sm90_forward, sm90_mma
 from kernels_native.attention_checks import check, checked_scale
-from kernels_triton.arguments import attention_arguments
+from kernels_triton.arguments import attention_arguments, check_backward, empty_results
 from kernels_triton.dispatch import differentiated, watched
 from kernels_triton.second_order import refuse_second_order
 
@@ -94,9 +94,7 @@ def _(
     kernel: str,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    rows = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    return out, q.new_empty(rows, dtype=torch.float32)
+    return empty_results(q, v)
 
 
 @torch.library.custom_op("attnbench_native::attention_backward", mutates_args=(), device_types="cuda")
@@ -251,11 +249,12 @@ def attention_backward(
 
     `dout` has out's shape and any strides, `dlse` lse's; None stands for zeros. Options are those of
     `attention_arguments`.
+
+    Raises:
+        TypeError, ValueError: see `attention_arguments` and `check_backward`.
     """
     args = attention_arguments(q, k, v, **options)
     check(kernel, args, True)
-    for name, gradient, like in (("dout", dout, out), ("dlse", dlse, lse)):
-        if gradient is not None and gradient.shape != like.shape:
-            raise ValueError(f"{name} has shape {list(gradient.shape)}: want {list(like.shape)}")
+    check_backward(args, out, lse, dout, dlse)
     cu = args.cu_seqlens_q, args.cu_seqlens_k
     return _backward(dout, dlse, q, k, v, out, lse, *cu, args.causal, args.softmax_scale, kernel, deterministic)

@@ -217,6 +217,47 @@ def resolved(args: AttentionArgs) -> AttentionArgs:
     )
 
 
+def lse_shape(q: torch.Tensor) -> tuple[int, ...]:
+    """`[B, H, Sq]`, or packed `[H, Tq]`."""
+    return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+
+
+def empty_results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of a call, not yet computed (for `register_fake`)."""
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape(q), dtype=torch.float32)
+
+
+def check_backward(
+    args: AttentionArgs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+) -> None:
+    """Checks what a backward takes beside the arguments of its forward: results and cotangents (None: zeros).
+
+    Raises:
+        TypeError: out or dout is not of q's dtype, or lse or dlse not float32.
+        ValueError: a shape or device is wrong.
+    """
+    q = args.q
+    out_shape, rows = (*q.shape[:-1], args.value_head_dim), lse_shape(q)
+    for name, tensor, shape, dtype in (
+        ("out", out, out_shape, q.dtype),
+        ("lse", lse, rows, torch.float32),
+        ("dout", dout, out_shape, q.dtype),
+        ("dlse", dlse, rows, torch.float32),
+    ):
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {_shape(tensor)}: want {list(shape)}")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} is {tensor.dtype}: want {dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device} and q is on {q.device}: want it on {q.device}")
+
+
 def _shape(tensor: torch.Tensor) -> str:
     return f"[{', '.join(str(n) for n in tensor.shape)}]"
 

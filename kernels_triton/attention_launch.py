@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kernels_triton.arguments import AttentionArgs
+from kernels_triton.arguments import AttentionArgs, empty_results
 from kernels_triton.attention_backward_kernels import attention_dkv_kernel, attention_dq_kernel
 from kernels_triton.attention_config import TileConfig, config_for, config_key, padded
 from kernels_triton.attention_forward_kernel import attention_forward_kernel
@@ -47,15 +47,10 @@ def _precision(args: AttentionArgs) -> str:
     return "ieee" if args.q.dtype == torch.float32 else "tf32"
 
 
-def _row_shape(args: AttentionArgs) -> tuple[int, ...]:
-    return (args.heads, args.q.shape[0]) if args.varlen else (args.batch, args.heads, args.q.shape[1])
-
-
 def forward(args: AttentionArgs, config: TileConfig | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """out `[…, H, Dv]` in q's dtype and lse (fp32, natural log; `[B, H, Sq]`, packed `[H, Tq]`), both contiguous."""
     q, k, v = args.q, args.k, args.v
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_empty(_row_shape(args), dtype=torch.float32)
+    out, lse = empty_results(q, v)
     key = kind_of_call(args, "forward", config)
     known = prepared.get(key)
     if known is not None and torch._C._cuda_getDevice() == q.get_device():
@@ -287,11 +282,3 @@ def _constants(args: AttentionArgs, config: TileConfig, *, tile: str) -> dict[st
 
 def _all_live(args: AttentionArgs, config: TileConfig) -> bool:
     return not args.varlen and not args.causal and args.k.shape[1] % config.block_n == 0
-
-
-def workspace_bytes(args: AttentionArgs) -> int:
-    """What a backward allocates beside its gradients: two fp32 values a query row and head."""
-    rows = 1
-    for n in _row_shape(args):
-        rows *= n
-    return 2 * 4 * rows

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kernels_triton import attention_launch as launch
-from kernels_triton.arguments import AttentionArgs, attention_arguments, resolved
+from kernels_triton.arguments import AttentionArgs, attention_arguments, check_backward, empty_results, resolved
 from kernels_triton.attention_config import TileConfig, candidates, choose, config_for, config_key, record, tuned
 from kernels_triton.attention_tiles import INTERPRETED
 from kernels_triton.dispatch import differentiated, watched
@@ -89,9 +89,7 @@ def _(
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    rows = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    return out, q.new_empty(rows, dtype=torch.float32)
+    return empty_results(q, v)
 
 
 @torch.library.custom_op("attnbench_triton::attention_backward", mutates_args=())
@@ -251,12 +249,13 @@ def attention_backward(
 
     `dout` has out's shape and any strides, `dlse` lse's; None stands for zeros. Options are those of
     `attention_arguments`.
+
+    Raises:
+        TypeError, ValueError: see `attention_arguments` and `check_backward`.
     """
     args = attention_arguments(q, k, v, **options)
     _check_device(q)
-    for name, gradient, like in (("dout", dout, out), ("dlse", dlse, lse)):
-        if gradient is not None and gradient.shape != like.shape:
-            raise ValueError(f"{name} has shape {list(gradient.shape)}: want {list(like.shape)}")
+    check_backward(args, out, lse, dout, dlse)
     return launch.backward(args, out, lse, dout, dlse, needs)
 
 

@@ -44,7 +44,7 @@ class Prepared:
     ran_by: str | None = None
     """Another backend's name where this one handed the call on, with `reason`."""
     reason: str | None = None
-    workspace_bytes: Callable[[], int] | None = None
+
     notes: dict[str, Any] = field(default_factory=dict)
 
 

@@ -24,7 +24,7 @@ from attnbench.results.record import COULD_NOT_RUN, Record
 from attnbench.results.runs import Key, Run, find_resumable, newest_run, read_run, same_run
 from attnbench.results.split_text import split_table
 from attnbench.results.store import RunWriter
-from attnbench.results.table import as_table, sentences
+from attnbench.results.table import as_table, machine, sentences
 from attnbench.results.text import terminal_width, wrap
 
 INTERRUPTED = 130
@@ -173,7 +173,8 @@ def _show(stored: Run, format: str) -> None:
     records = list(stored.records.values())
     print(as_table(records, format))
     if format == "table":
-        print("\n" + "\n".join(line for text in sentences(records) for line in wrap(text, terminal_width())))
+        said = [*sentences(records), machine(stored)]
+        print("\n" + "\n".join(line for text in said for line in wrap(text, terminal_width())))
         from attnbench.results.plot import plot_run  # matplotlib: half a second, and only needed here
 
         for path in plot_run(stored):

@@ -27,8 +27,6 @@ class Headline:
     samples: list[float]
     baseline: list[float] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
-    settle_calls: int = 0
-    settle_ms: float = 0.0
     began: float = 0.0
     settled: float = 0.0
     """`time.perf_counter()` at the start and at the end of settling."""
@@ -38,23 +36,18 @@ class Headline:
         return summarise(self.samples)
 
 
-def settle(clock: DeviceClock, timed: Timed, policy: MeasurePolicy) -> tuple[int, float]:
-    """Work back to back until the time per call has stopped moving, for one to four times `min_seconds`.
-
-    Returns the number of calls and the milliseconds per call (with its flush) of the last stretch.
-    """
+def settle(clock: DeviceClock, timed: Timed, policy: MeasurePolicy) -> None:
+    """Work back to back until the time per call has stopped moving, for one to four times `min_seconds`."""
     stretch = policy.min_seconds / 3
-    calls = 0
     recent: list[float] = []
     while True:
-        count, each = clock.back_to_back(timed, stretch)
-        calls += count
+        _, each = clock.back_to_back(timed, stretch)
         recent.append(each)
         if len(recent) < 3:
             continue
         steady = max(recent[-3:]) / min(recent[-3:]) < 1.01
         if steady or len(recent) >= 12:
-            return calls, recent[-1]
+            return
 
 
 def converged(samples: list[float], policy: MeasurePolicy) -> bool:
@@ -70,8 +63,9 @@ def measure_device(clock: DeviceClock, candidate: Timed, baseline: Timed | None,
     `host-bound`, two modes `bimodal`.
     """
     start = time.perf_counter()
-    calls, each = settle(clock, candidate, policy) if policy.duty == "sustained" else (0, 0.0)
-    result = Headline([], settle_calls=calls, settle_ms=each, began=start, settled=time.perf_counter())
+    if policy.duty == "sustained":
+        settle(clock, candidate, policy)
+    result = Headline([], began=start, settled=time.perf_counter())
     b = BLOCK
     if baseline is None:
         order, ours = [candidate] * (2 * b), [True] * (2 * b)

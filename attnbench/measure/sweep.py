@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -164,15 +164,6 @@ def machine_words(found: dict[str, Any]) -> str:
     if "gap_percent" in referee:
         words += f"; cuda-bench agrees within {referee['gap_percent']:.2f} %"
     return words + (f"; {referee['error']}" if "error" in referee else "")
-
-
-def with_ceilings(supervisor: Supervisor, jobs: Sequence[CaseJob]) -> tuple[list[CaseJob], dict[str, float]]:
-    """Measure the board's ceilings for the jobs' dtypes and tell every job; nothing on the CPU."""
-    if supervisor.device != "cuda":
-        return list(jobs), {}
-    dtypes = tuple(sorted({job.case.dtype for job in jobs}))
-    found = supervisor.ceilings(dtypes)
-    return [replace(job, ceilings=found) for job in jobs], found
 
 
 @contextlib.contextmanager

@@ -169,9 +169,7 @@ def _store_memory(clock: DeviceClock, call: Callable[[], Any], prepared: Prepare
         result = call()
     clock.stream.synchronize()
     record.peak_bytes = torch.cuda.max_memory_allocated() - before
-    if prepared.workspace_bytes is not None:
-        record.workspace_bytes = prepared.workspace_bytes()
-    elif isinstance(result, dict):
+    if isinstance(result, dict):
         kept = sum(tensor.numel() * tensor.element_size() for tensor in result.values())
         record.workspace_bytes = max(0, record.peak_bytes - kept)
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attnbench.scenario.case import Case
-
 if TYPE_CHECKING:
     import torch
 
@@ -76,6 +74,3 @@ class Operation(Protocol):
 
     def memory(self, case: Any) -> dict[str, int]:
         """Predicted peak bytes by phase: {"kernel": …, "eager": …, "check": …}."""
-
-
-AnyCase = Case

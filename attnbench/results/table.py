@@ -170,20 +170,6 @@ def as_table(records: Iterable[Record], format: str = "table") -> str:
     return "\n".join(out + lines[1 + len(rows) :])
 
 
-def print_run(run: Run, format: str = "table") -> None:
-    """Print a stored run: for people with its machine, its sentences and its notes; for pipes the figures alone."""
-    records = list(run.records.values())
-    print(as_table(records, format))
-    if format in ("json", "csv"):
-        return
-    width = terminal_width()
-    said = sentences(records) + [f"Note: {note}." for note in run.notes]
-    lines = (
-        [f"* {line.strip()}" for line in said] if format == "md" else [w for s in said for w in wrap(s, width, "    ")]
-    )
-    print("\n".join(["", *lines, *(wrap(machine(run), width) if format == "table" else [machine(run)])]))
-
-
 def machine(run: Run) -> str:
     """Where and on what a run was made: `NVIDIA H200, 700 W; matmul 671 TFLOP/s, copy 4.28 TB/s; commit …`."""
     parts = [str(run.gpu.get("name") or "CPU")]

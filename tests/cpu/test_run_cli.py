@@ -70,6 +70,8 @@ def test_run_stores_every_row_and_prints_the_table(
     shown = capsys.readouterr().out
     assert "fp32 1x12 h1 d8 causal" in shown
     assert "checked" in shown
+    assert "CPU; " in shown, "where it was made"
+    assert stored.folder.name in shown.replace("\n", ""), "where it lies"
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(

@@ -193,8 +193,16 @@ def test_raw_entry_points_agree_with_autograd() -> None:
     grads = kernels_triton.attention_backward(p.dout, p.dlse, p.q, p.k, p.v, out, lse, **p.options())
     for name, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True):
         assert torch.equal(x, want[name]), name
-    with pytest.raises(ValueError, match="dout has shape"):
-        kernels_triton.attention_backward(p.dout[1:], None, p.q, p.k, p.v, out, lse, **p.options())
+    results = {"out": out, "lse": lse, "dout": p.dout, "dlse": p.dlse}
+    for name, wrong in results.items():
+        for error, match, value in (
+            (ValueError, "has shape", wrong[1:]),
+            (TypeError, "is torch.float64", wrong.double()),
+            (ValueError, "is on meta", wrong.to("meta")),
+        ):
+            dout, dlse, *rest = ((results | {name: value})[x] for x in ("dout", "dlse", "out", "lse"))
+            with pytest.raises(error, match=f"{name} {match}"):
+                kernels_triton.attention_backward(dout, dlse, p.q, p.k, p.v, *rest, **p.options())
 
 
 @pytest.mark.parametrize("packed", [False, True])
