@@ -13,6 +13,7 @@
 //   CAUSAL              0 or 1; not defined for the kernels before and after
 //   DETERMINISTIC       key tiles add to dQ in ascending order
 #include "mbarrier.cuh"
+#include "memory.cuh"
 #include "mma.cuh"
 #include "named_barrier.cuh"
 #include "seqlen.cuh"
@@ -23,8 +24,6 @@
 
 using namespace attn;
 
-#define kInfinity __int_as_float(0x7f800000)
-constexpr float kLog2e = 1.44269504088896341f;
 constexpr int kBlockM = BLOCK_M;
 constexpr int kBlockN = 128;
 constexpr int kThreads = 384;
@@ -97,35 +96,6 @@ struct Work {
   int end_row;    // after the last, a multiple of BLOCK_M from the first
   int total;      // query tiles, over the heads of the group
 };
-
-__device__ __forceinline__ float exp2_mufu(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ uint4 load16(u32 address) {
-  uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(address)
-               : "memory");
-  return x;
-}
-
-// Four 8 x 8 matrices, each stored transposed.
-__device__ __forceinline__ void stmatrix_transposed(u32 address, const u32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
-               "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
-}
-
-// Adds contiguous floats of shared memory to global memory.
-__device__ __forceinline__ void bulk_add(float* destination, u32 source, u32 bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),
-               "r"(source), "r"(bytes)
-               : "memory");
-}
 
 #ifdef CAUSAL  // the main kernel; without the macro, the two around it
 // False where the block has no key tile. Called by every warp.
@@ -219,16 +189,16 @@ __device__ __forceinline__ void write_dq(const Params& p, Control& control, cons
     int* turn = p.turns + 2 * tile + wg;
     int now;
     do {
-      asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+      now = load_acquire(turn);
     } while (now != w.within);
-    asm volatile("fence.proxy.async.global;" ::: "memory");
+    fence_async_proxy_global();
 #endif
     bulk_add(p.dq_sum + (2 * tile + wg) * (kDqBytes / 4), dq_smem, kDqBytes);
     tma_store_commit();
 #if DETERMINISTIC
     tma_store_wait();
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-    asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(turn), "r"(w.within + 1) : "memory");
+    fence_async_proxy_global();
+    store_release(turn, w.within + 1);
 #else
     tma_store_wait_read();
 #endif
@@ -275,7 +245,7 @@ __device__ __forceinline__ void keep_order(const float (&s)[kBlockM / 2], u32 ad
   int any = 0;
 #pragma unroll
   for (int i = 0; i < kBlockM / 2; ++i) any |= __float_as_int(s[i]);
-  asm volatile("{.reg .pred p; setp.lt.s32 p, %0, 0; @p st.shared.b32 [%1], %0;}" ::"r"(any), "r"(address) : "memory");
+  store_shared_if_negative(address, any);
 }
 
 // Everything one consumer warpgroup does.
@@ -342,7 +312,7 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, const
 #pragma unroll
       for (int j = 0; j < kBlockM / 2; ++j) {
         const int column = 8 * (j / 4) + j % 2;
-        if (column < ((j & 2) ? limit1 : limit0)) s[j] = -kInfinity;
+        if (column < ((j & 2) ? limit1 : limit0)) s[j] = -ATTN_INFINITY;
       }
     }
     u32 prob[kBlockM / 16][4], ds[kBlockM / 16][4];
@@ -391,9 +361,8 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, const
     mbarrier_wait(dq_empty, (i & 1) ^ 1);
 #pragma unroll
     for (int j = 0; j < kDqColumns / 8; ++j)
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(dq_at + j * 2048), "f"(dq[4 * j]),
-                   "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]), "f"(dq[4 * j + 3])
-                   : "memory");
+      store_shared_16(dq_at + j * 2048, __float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
+                      __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3]));
     fence_async_proxy();
     __syncwarp();
     mbarrier_arrive_warp(dq_full, leader);
@@ -427,9 +396,9 @@ __device__ __forceinline__ void consume(const Params& p, Control& control, const
     const u32 offset = (chunk / 8) * kKPanel + swizzled(r, chunk % 8);
     const long long token = static_cast<long long>(w.s.k_start) + w.key0 + r;
     if (chunk * 8 < p.head_dim)
-      *reinterpret_cast<uint4*>(dk_out + token * p.dk_row + chunk * 8) = load16(k_smem + offset);
+      *reinterpret_cast<uint4*>(dk_out + token * p.dk_row + chunk * 8) = load_shared_16(k_smem + offset);
     if (chunk * 8 < p.value_dim)
-      *reinterpret_cast<uint4*>(dv_out + token * p.dv_row + chunk * 8) = load16(v_smem + offset);
+      *reinterpret_cast<uint4*>(dv_out + token * p.dv_row + chunk * 8) = load_shared_16(v_smem + offset);
   }
 }
 
@@ -524,10 +493,10 @@ extern "C" __global__ void __launch_bounds__(256) sm90_backward_prepare(const __
     for (int step = 1; step < kLanes; step *= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
     if (chunk == 0) {
       const long long at = s.batch * p.lse_batch + head * p.lse_head + token;
-      const float lse = inside ? p.lse[at] : -kInfinity;
-      const bool live = lse != -kInfinity;
+      const float lse = inside ? p.lse[at] : -ATTN_INFINITY;
+      const bool live = lse != -ATTN_INFINITY;
       if (live && p.dlse != nullptr) total -= p.dlse[at];
-      p.lse2[first + r] = live ? lse * kLog2e : kInfinity;
+      p.lse2[first + r] = live ? lse * kLog2e : ATTN_INFINITY;
       p.delta[first + r] = live ? total : 0.f;
     }
   }
@@ -571,7 +540,7 @@ extern "C" __global__ void __launch_bounds__(256) sm90_backward_finish(const __g
     const int r = j / kChunks, chunk = j % kChunks, row = within * kBlockM + r;
     if (row < s.q_rows && chunk * 8 < p.dim)
       *reinterpret_cast<uint4*>(dq + (static_cast<long long>(s.q_start) + row) * p.dq_row + chunk * 8) =
-          load16(smem_address(shared) + (chunk / 8) * kQPanel + swizzled(r, chunk % 8));
+          load_shared_16(smem_address(shared) + (chunk / 8) * kQPanel + swizzled(r, chunk % 8));
   }
 }
 #endif

@@ -18,9 +18,9 @@
 //
 // Specialised by macros (sm90_backward_wide.py chooses them):
 //   HEAD_DIM, HEAD_DIM_V  192 and 128 or 192, or 256 and 256; narrower tensors are padded with zeros by TMA
-//   CLUSTER               2, or 1: blocks on their own
 //   CAUSAL                0 or 1; not defined for the kernels before and after
 //   DETERMINISTIC         key tiles add to dQ in ascending order
+#include "cluster.cuh"
 #include "mbarrier.cuh"
 #include "memory.cuh"
 #include "mma.cuh"
@@ -33,14 +33,12 @@
 
 using namespace attn;
 
-#define kInfinity __int_as_float(0x7f800000)
 constexpr int kTile = 64;  // queries of a tile; keys of a block
-constexpr int kKeys = CLUSTER * kTile;
+constexpr int kKeys = 2 * kTile;
 constexpr int kThreads = 384;
 constexpr int kPanels = HEAD_DIM / 64;  // 64 columns, 128 bytes
 constexpr int kValuePanels = HEAD_DIM_V / 64;
-constexpr int kPeerPanels = CLUSTER == 2 ? 2 : 0;  // of the other block's keys
-constexpr int kPasses = CLUSTER == 2 ? 1 : 2;      // panels of dQ that a warpgroup computes, at most
+constexpr int kPeerPanels = 2;  // of the other block's keys
 constexpr u32 kPanel = kTile * 128;
 constexpr u32 kQBytes = kPanels * kPanel;
 constexpr u32 kDoBytes = kValuePanels * kPanel;
@@ -84,13 +82,6 @@ struct RowParams {
 
 static_assert(sizeof(Params) == 704 && sizeof(RowParams) == 208, "as sm90_backward_wide.py packs them");
 
-// Four 8 x 8 matrices, each stored transposed.
-__device__ __forceinline__ void stmatrix_transposed(u32 address, const u32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
-               "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
-}
-
 #ifdef CAUSAL  // the main kernel; without the macro, the two around it
 // Shared memory after the tiles
 struct Control {
@@ -121,53 +112,16 @@ struct Work {
   int total;      // query tiles, over the heads of the group
 };
 
-__device__ __forceinline__ float exp2_mufu(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ void store16(u32 address, const u32 (&x)[4]) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
-}
-
-// Copies shared memory to the same place in block `rank` of the cluster and completes `bytes` of that block's barrier.
-__device__ __forceinline__ void bulk_copy_cluster(u32 address, u32 source, u32 rank, u32 bytes, u32 barrier) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 there, done;\n"
-      "mapa.shared::cluster.u32 there, %0, %2;\n"
-      "mapa.shared::cluster.u32 done, %4, %2;\n"
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [%1], %3, [done];\n"
-      "}\n" ::"r"(address),
-      "r"(source), "r"(rank), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
-// Arrives at block `rank`'s barrier for reads that are over. A release at cluster scope would also wait until the sums
-// of dQ have reached global memory.
-__device__ __forceinline__ void arrive_read(u32 barrier, u32 rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-      "}\n" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
 // One arrival a warp, here and in the cluster's other block.
 __device__ __forceinline__ void release(u64* barrier, u32 rank, bool leader) {
   mbarrier_arrive_warp(smem_address(barrier), leader);
-  if (CLUSTER == 2 && (kWarpArrivals > 1 || leader)) arrive_read(smem_address(barrier), rank ^ 1);
+  if (kWarpArrivals > 1 || leader) mbarrier_arrive_read(smem_address(barrier), rank ^ 1);
 }
 
 // False where the cluster has no keys. Called by every warp.
 __device__ __forceinline__ bool find_work(const Params& p, Work& w) {
-  const int cluster = blockIdx.x / CLUSTER;
-  w.rank = CLUSTER == 2 ? cluster_rank() : 0;
+  const int cluster = blockIdx.x / 2;
+  w.rank = cluster_rank();
   int tile;
   if (CAUSAL) {
     sectioned(cluster, p.tiles, p.kv_heads * (p.cu_q == nullptr ? p.sequences : 1), p.section, tile, w.kv_head);
@@ -198,33 +152,25 @@ __device__ __forceinline__ bool find_work(const Params& p, Work& w) {
   return true;
 }
 
-// The panel of dQ that a warpgroup computes for tile i in the given pass, or -1. Three panels do not divide by the
+// The panel of dQ that a warpgroup computes for tile i, or -1. Three panels do not divide by the cluster's four
 // warpgroups: the middle one alternates.
-__device__ __forceinline__ int dq_panel(u32 rank, int wg, int i, int pass) {
-  if (CLUSTER == 2) {
-    if (kPanels == 4) return 2 * rank + wg;
-    return wg == 0 ? 2 * rank : (i & 1) == static_cast<int>(rank) ? 1 : -1;
-  }
-  if (kPanels == 4) return 2 * wg + pass;
-  return pass == 0 ? 2 * wg : (i & 1) == wg ? 1 : -1;
+__device__ __forceinline__ int dq_panel(u32 rank, int wg, int i) {
+  if (kPanels == 4) return 2 * rank + wg;
+  return wg == 0 ? 2 * rank : (i & 1) == static_cast<int>(rank) ? 1 : -1;
 }
 
 // The first panel of peer_k
 __device__ __forceinline__ int peer_first(u32 rank) { return rank * (kPanels - 2); }
 
-// A tile of Q or dO. In a cluster each block loads every other panel, for both.
+// A tile of Q or dO. Each block loads every other panel, for both.
 template <int PANELS>
 __device__ __forceinline__ void load_tile(u32 destination, const TensorMap& map, u32 barrier, u32 parity, const Work& w,
                                           int row, int head) {
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel) {
-    if (CLUSTER == 2) {
-      if ((panel & 1) == parity)
-        tma_load_4d_multicast(destination + panel * kPanel, map, barrier, 3, panel * 64, w.s.q_start + row, head,
-                              w.s.batch);
-    } else {
-      tma_load_4d(destination + panel * kPanel, map, barrier, panel * 64, w.s.q_start + row, head, w.s.batch);
-    }
+    if ((panel & 1) == parity)
+      tma_load_4d_multicast(destination + panel * kPanel, map, barrier, 3, panel * 64, w.s.q_start + row, head,
+                            w.s.batch);
   }
 }
 
@@ -287,7 +233,7 @@ __device__ __forceinline__ void issue_keys(float (&c)[COLUMNS / 2], const u32 (&
 __device__ __forceinline__ void issue_queries(float (&c)[kTile / 2], u32 ds, u32 keys, u32 peer_keys) {
   const u64 a = wgmma_k_major(ds), b = wgmma_mn_major(keys, kPanel), c_peer = wgmma_mn_major(peer_keys, kPanel);
 #pragma unroll
-  for (int i = 0; i < CLUSTER * kTile / 16; ++i) {
+  for (int i = 0; i < kKeys / 16; ++i) {
     const u64 key_step = (i < 4 ? b : c_peer) + ((i % 4) * 2048 >> 4);
     WgmmaTransposed<kTile>::ss<0, 0, 1>(c, a + (((i / 4) * kPanel + (i % 4) * 32) >> 4), key_step, i > 0);
   }
@@ -313,7 +259,7 @@ struct Consumer {
     if (p.cu_q == nullptr) return;
     const int live = w.s.k_rows - w.key0, here = wg * 128 + thread;
     const int peer_live = live + (w.rank == 0 ? -kTile : kTile);
-    if (min(live, CLUSTER == 2 ? peer_live : live) >= kTile) return;
+    if (min(live, peer_live) >= kTile) return;
     zero_rows<kTile, kPanels>(t.k, min(max(live, 0), kTile), here, 256);
     zero_rows<kTile, kValuePanels>(t.v, min(max(live, 0), kTile), here, 256);
     zero_rows<kTile, kPeerPanels>(t.peer_k, min(max(peer_live, 0), kTile), here, 256);
@@ -324,7 +270,7 @@ struct Consumer {
   __device__ __forceinline__ void issue_dq(float (&dq)[kTile / 2], int i, int panel) const {
     mbarrier_wait(smem_address(&control.ds_full[i & 1]), i >> 1 & 1);
     wgmma_fence();
-    issue_queries(dq, t.ds + (i & 1) * CLUSTER * kPanel, t.k + panel * kPanel,
+    issue_queries(dq, t.ds + (i & 1) * 2 * kPanel, t.k + panel * kPanel,
                   t.peer_k + (panel - peer_first(w.rank)) * kPanel);
     wgmma_commit();
   }
@@ -420,7 +366,7 @@ __device__ __forceinline__ void consume_values(const Consumer& c) {
     wgmma_fence();
     issue_scores<kPanels>(s, keys, wgmma_k_major(q_tile));
     wgmma_commit();
-    const int panel = dq_panel(w.rank, 0, i - 1, 0);
+    const int panel = dq_panel(w.rank, 0, i - 1);
     c.issue_dq(dq, i - 1, panel);
 
     wgmma_wait<1>();
@@ -433,7 +379,7 @@ __device__ __forceinline__ void consume_values(const Consumer& c) {
 #pragma unroll
       for (int j = 0; j < kTile / 2; ++j) {
         const int column = 8 * (j / 4) + j % 2;
-        if (column < ((j & 2) ? limit1 : limit0)) s[j] = -kInfinity;
+        if (column < ((j & 2) ? limit1 : limit0)) s[j] = -ATTN_INFINITY;
       }
     }
     u32 prob[kTile / 16][4];
@@ -451,7 +397,7 @@ __device__ __forceinline__ void consume_values(const Consumer& c) {
     if (ragged) named_barrier_sync(Consumer::kZeroed, 256);  // dO's other rows are zero
     mbarrier_wait(smem_address(&control.p_empty[slot]), (i >> 1 & 1) ^ 1);
 #pragma unroll
-    for (int n = 0; n < kTile / 16; ++n) store16(t.p + slot * kPanel + n * 2048 + c.thread * 16, prob[n]);
+    for (int n = 0; n < kTile / 16; ++n) store_shared_16(t.p + slot * kPanel + n * 2048 + c.thread * 16, prob[n]);
     __syncwarp();
     mbarrier_arrive_warp(smem_address(&control.p_full[slot]), c.leader);
     release(&control.q_empty[q_stage], w.rank, c.leader);  // after lse2 too
@@ -463,31 +409,18 @@ __device__ __forceinline__ void consume_values(const Consumer& c) {
     wgmma_wait<1>();
     registers_fence(dq);
     if (i > 0) {
-      if (kPasses == 1) release(&control.ds_empty[(i - 1) & 1], w.rank, c.leader);
+      release(&control.ds_empty[(i - 1) & 1], w.rank, c.leader);
       c.add_dq(dq, previous, panel);
     }
     wgmma_wait<0>();
     registers_fence(dv);
     release(&control.do_empty[do_stage], w.rank, c.leader);
-#if CLUSTER == 1
-    if (i > 0) {
-      const int second = dq_panel(w.rank, 0, i - 1, 1);
-      if (second >= 0) {
-        c.issue_dq(dq, i - 1, second);
-        wgmma_wait<0>();
-        registers_fence(dq);
-        c.add_dq(dq, previous, second);
-      }
-      release(&control.ds_empty[(i - 1) & 1], w.rank, c.leader);
-    }
-#endif
     previous = now.tile(p, w);
     now.step(w);
   }
   if (w.total > 0) {
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int panel = dq_panel(w.rank, 0, w.total - 1, pass);
-      if (panel < 0) continue;
+    const int panel = dq_panel(w.rank, 0, w.total - 1);
+    if (panel >= 0) {
       float dq[kTile / 2];
       c.issue_dq(dq, w.total - 1, panel);
       wgmma_wait<0>();
@@ -518,7 +451,7 @@ __device__ __forceinline__ void consume_keys(const Consumer& c) {
 #pragma unroll 1
   for (int i = 0; i < w.total; ++i) {
     const int q_stage = i % kQStages, do_stage = i % kDoStages, slot = i & 1;
-    const u32 do_tile = t.dout + do_stage * kDoBytes, ds_slot = slot * CLUSTER * kPanel;
+    const u32 do_tile = t.dout + do_stage * kDoBytes, ds_slot = slot * 2 * kPanel;
     float dp[kTile / 2], dq[kTile / 2];
     mbarrier_wait(smem_address(&control.do_full[do_stage]), i / kDoStages & 1);
     if (varlen && now.row + kTile > w.s.q_rows) {
@@ -530,7 +463,7 @@ __device__ __forceinline__ void consume_keys(const Consumer& c) {
     issue_scores<kValuePanels>(dp, values, wgmma_k_major(do_tile));
     wgmma_commit();
     // Where three panels leave this warpgroup without one, it computes one more that nobody reads.
-    const int panel = dq_panel(w.rank, 1, i - 1, 0);
+    const int panel = dq_panel(w.rank, 1, i - 1);
     c.issue_dq(dq, i - 1, max(panel, 1));
 
     u32 ds[kTile / 16][4];
@@ -564,12 +497,8 @@ __device__ __forceinline__ void consume_keys(const Consumer& c) {
     c.sync();
     if (c.thread == 0) {
       const u32 full = smem_address(&control.ds_full[slot]);
-      if (CLUSTER == 2) {
-        mbarrier_expect(full, kPanel);
-        bulk_copy_cluster(t.ds + ds_slot + kPanel, t.ds + ds_slot, w.rank ^ 1, kPanel, full);
-      } else {
-        mbarrier_arrive(full);
-      }
+      mbarrier_expect(full, kPanel);
+      bulk_copy_cluster(t.ds + ds_slot + kPanel, t.ds + ds_slot, w.rank ^ 1, kPanel, full);
     }
     mbarrier_wait(smem_address(&control.q_full[q_stage]), i / kQStages & 1);
     wgmma_fence();
@@ -578,31 +507,18 @@ __device__ __forceinline__ void consume_keys(const Consumer& c) {
     wgmma_wait<1>();
     registers_fence(dq);
     if (i > 0) {
-      if (kPasses == 1) release(&control.ds_empty[slot ^ 1], w.rank, c.leader);
+      release(&control.ds_empty[slot ^ 1], w.rank, c.leader);
       if (panel >= 0) c.add_dq(dq, previous, panel);
     }
     wgmma_wait<0>();
     registers_fence(dk);
     release(&control.q_empty[q_stage], w.rank, c.leader);
-#if CLUSTER == 1
-    if (i > 0) {
-      const int second = dq_panel(w.rank, 1, i - 1, 1);
-      if (second >= 0) {
-        c.issue_dq(dq, i - 1, second);
-        wgmma_wait<0>();
-        registers_fence(dq);
-        c.add_dq(dq, previous, second);
-      }
-      release(&control.ds_empty[slot ^ 1], w.rank, c.leader);
-    }
-#endif
     previous = now.tile(p, w);
     now.step(w);
   }
   if (w.total > 0) {
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int panel = dq_panel(w.rank, 1, w.total - 1, pass);
-      if (panel < 0) continue;
+    const int panel = dq_panel(w.rank, 1, w.total - 1);
+    if (panel >= 0) {
       float dq[kTile / 2];
       c.issue_dq(dq, w.total - 1, panel);
       wgmma_wait<0>();
@@ -614,11 +530,8 @@ __device__ __forceinline__ void consume_keys(const Consumer& c) {
   c.store<HEAD_DIM>(dk, p.scale, t.k, p.dk + w.s.batch * p.dk_batch + w.kv_head * p.dk_head, p.dk_row, p.head_dim);
 }
 
-extern "C" __global__ void
-#if CLUSTER == 2
-__cluster_dims__(2, 1, 1)
-#endif
-    __launch_bounds__(kThreads, 1) sm90_backward_wide(const __grid_constant__ Params p) {
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+    sm90_backward_wide(const __grid_constant__ Params p) {
   extern __shared__ unsigned char dynamic_smem[];
   const u32 start = smem_address(dynamic_smem);
   Tiles t;
@@ -628,7 +541,7 @@ __cluster_dims__(2, 1, 1)
   t.q = t.v + kDoBytes;
   t.dout = t.q + kQStages * kQBytes;
   t.ds = t.dout + kDoStages * kDoBytes;
-  t.p = t.ds + 2 * CLUSTER * kPanel;
+  t.p = t.ds + 4 * kPanel;
   Control& control = *reinterpret_cast<Control*>(dynamic_smem + (t.p + 2 * kPanel - start));
 
   Work w;
@@ -645,16 +558,16 @@ __cluster_dims__(2, 1, 1)
       mbarrier_init(smem_address(&control.q_full[i]), 1);
       mbarrier_init(smem_address(&control.do_full[i]), 1);
       mbarrier_init(smem_address(&control.ds_full[i]), 1);
-      mbarrier_init(smem_address(&control.q_empty[i]), CLUSTER * 8 * kWarpArrivals);
-      mbarrier_init(smem_address(&control.do_empty[i]), CLUSTER * 8 * kWarpArrivals);
-      mbarrier_init(smem_address(&control.ds_empty[i]), CLUSTER * 8 * kWarpArrivals);
+      mbarrier_init(smem_address(&control.q_empty[i]), 2 * 8 * kWarpArrivals);
+      mbarrier_init(smem_address(&control.do_empty[i]), 2 * 8 * kWarpArrivals);
+      mbarrier_init(smem_address(&control.ds_empty[i]), 2 * 8 * kWarpArrivals);
       mbarrier_init(smem_address(&control.p_full[i]), 4 * kWarpArrivals);
       mbarrier_init(smem_address(&control.p_empty[i]), 4 * kWarpArrivals);
     }
     mbarrier_init_fence();
   }
   __syncthreads();
-  if (CLUSTER == 2) cluster_sync();
+  cluster_sync();
 
   // Shuffled, so that the compiler knows it to be alike across the warp.
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -672,10 +585,8 @@ __cluster_dims__(2, 1, 1)
     }
   }
   // The other block's copies and arrivals reach into this one until it is done.
-  if (CLUSTER == 2) {
-    __syncwarp();
-    cluster_sync();
-  }
+  __syncwarp();
+  cluster_sync();
 }
 
 #else
@@ -718,10 +629,10 @@ extern "C" __global__ void __launch_bounds__(256) sm90_backward_wide_prepare(con
     for (int step = 1; step < kLanes; step *= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
     if (chunk == 0) {
       const long long at = s.batch * p.lse_batch + head * p.lse_head + token;
-      const float lse = inside ? p.lse[at] : -kInfinity;
-      const bool live = lse != -kInfinity;
+      const float lse = inside ? p.lse[at] : -ATTN_INFINITY;
+      const bool live = lse != -ATTN_INFINITY;
       if (live && p.dlse != nullptr) total -= p.dlse[at];
-      p.lse2[first + r] = live ? lse * 1.44269504088896341f : kInfinity;
+      p.lse2[first + r] = live ? lse * kLog2e : ATTN_INFINITY;
       p.delta[first + r] = live ? total : 0.f;
     }
   }

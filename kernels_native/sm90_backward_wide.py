@@ -20,6 +20,8 @@ HEAD_DIMS = ((192, 128), (192, 192), (256, 256))
 """Head dims of queries and of values in shared memory; smaller ones are padded with zeros."""
 TILE = 64
 """Queries of a tile, and keys of a thread block."""
+CLUSTER = 2
+"""Thread blocks that share their queries."""
 L2_BYTES = 40 << 20
 """Queries, their gradients and the fp32 sums of one section of heads under causal: what stays in the H200's L2."""
 _MAIN = struct.Struct("<512s 8Q 7q 9i 2f 28x")
@@ -35,7 +37,6 @@ class Config:
     causal: bool
     deterministic: bool
     dtype: str
-    cluster: int = 2
 
     @property
     def panels(self) -> int:
@@ -48,12 +49,12 @@ class Config:
         and barriers.
         """
         panels, values = self.panels, self.head_dim_v // 64
-        keys = panels + values + (2 if self.cluster == 2 else 0)
-        tiles = 2 * panels + values * (1 if values == 4 else 2) + 2 * self.cluster + 2
+        keys = panels + values + 2
+        tiles = 2 * panels + values * (1 if values == 4 else 2) + 4 + 2
         return 1024 + 8192 * (keys + tiles) + 16 * TILE + 17 * 8
 
     def _options(self, *macros: tuple[str, int]) -> tuple[str, ...]:
-        dims = ("HEAD_DIM", self.head_dim), ("HEAD_DIM_V", self.head_dim_v), ("CLUSTER", self.cluster)
+        dims = ("HEAD_DIM", self.head_dim), ("HEAD_DIM_V", self.head_dim_v)
         options = tuple(f"-D{name}={value}" for name, value in (*dims, *macros))
         return (*options, "-DATTN_FP16") if self.dtype == "fp16" else options
 
@@ -173,7 +174,7 @@ def backward(
         return _ROWS.pack(*pointers, *buffers, *strides, sequences, rows, keys, row_tiles, columns, softmax_scale)
 
     all_heads = kv_heads * (1 if varlen else sequences)
-    key_tiles = _tiles(keys, TILE * config.cluster, sequences, varlen)
+    key_tiles = _tiles(keys, TILE * CLUSTER, sequences, varlen)
     bytes_per_head = rows * (heads // kv_heads) * (2 * (head_dim + value_dim) + 4 * dim)
     section = max(1, min(all_heads, L2_BYTES // max(1, bytes_per_head)))
     params = _MAIN.pack(
@@ -202,6 +203,6 @@ def backward(
         scale * LOG2_E,
     )
     prepare.launch((row_tiles * heads, 1, 1), row_params(value_dim), stream)
-    main.launch((key_tiles * all_heads * config.cluster, 1, 1), params, stream)
+    main.launch((key_tiles * all_heads * CLUSTER, 1, 1), params, stream)
     finish.launch((row_tiles * heads, 1, 1), row_params(head_dim), stream)
     return dq, dk, dv

@@ -1,5 +1,5 @@
 // Merges the splits of sm90_forward.cu (SPLIT): one warp a row, out = sum of exp(lse_s - lse) out_s.
-#include "softmax.cuh"
+#include "arithmetic.cuh"
 
 using namespace attn;
 
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(256) sm90_forward_combine(const __g
       x += weight * part.x;
       y += weight * part.y;
     }
-    out[c] = pack(x, y);
+    out[c] = pack2(x, y);
   }
   if (lane == 0) p.lse[n] = sum == 0.f ? -ATTN_INFINITY : high + __logf(sum);
 }

@@ -10,12 +10,11 @@
 #include "mma.cuh"
 #include "named_barrier.cuh"
 #include "seqlen.cuh"
-#include "softmax.cuh"
+#include "swizzle.cuh"
 #include "tma.cuh"
 
 using namespace attn;
 
-constexpr float kLog2e = 1.44269504088896341f;
 constexpr int kBlockM = 64;  // query tile of all four kernels
 
 struct Params {

@@ -4,7 +4,7 @@
 #include "memory.cuh"
 #include "mma.cuh"
 #include "seqlen.cuh"
-#include "softmax.cuh"
+#include "swizzle.cuh"
 #include "tma.cuh"
 
 using namespace attn;

@@ -8,10 +8,7 @@ namespace attn {
 // Keeps the exponentials before the next wait, under P V: without a use that looks like one the assembler sinks them
 // below it. A sum is never negative, so nothing is stored.
 __device__ __forceinline__ void keep_order(const RowState& row, u32 address) {
-  asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0;}" ::"f"(
-                   row.sum[0] + row.sum[1] + (row.sum[2] + row.sum[3])),
-               "r"(address)
-               : "memory");
+  store_shared_if_negative(address, row.sum[0] + row.sum[1] + (row.sum[2] + row.sum[3]));
 }
 
 // Rows of V beyond a packed sequence belong to its neighbour: 0 * NaN must not reach the sum.
@@ -19,9 +16,7 @@ __device__ __forceinline__ void zero_tail(u32 v_smem, int first, int thread) {
   for (int i = thread; i < (BLOCK_N - first) * 8 * kPanelsV; i += 128) {
     const int panel = i / ((BLOCK_N - first) * 8);
     const int rest = i - panel * (BLOCK_N - first) * 8;
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(v_smem + panel * kKPanel + first * 128 + rest * 16),
-                 "r"(0)
-                 : "memory");
+    store_shared_16(v_smem + panel * kKPanel + first * 128 + rest * 16, 0, 0, 0, 0);
   }
   fence_async_proxy();
 }

@@ -55,11 +55,9 @@ __device__ __forceinline__ void store_tile(const Params& p, const Tile& tile, fl
 #pragma unroll
     for (int i = 0; i < HEAD_DIM_V / 16; ++i) {
       const int chunk = 2 * (i % 4) + lane / 16;
-      const u32 address = q_tile + i / 4 * kQPanel + r * 128 + ((chunk ^ (r & 7)) << 4);
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-                   "r"(pack(o[8 * i], o[8 * i + 1])), "r"(pack(o[8 * i + 2], o[8 * i + 3])),
-                   "r"(pack(o[8 * i + 4], o[8 * i + 5])), "r"(pack(o[8 * i + 6], o[8 * i + 7]))
-                   : "memory");
+      const u32 address = q_tile + i / 4 * kQPanel + swizzled(r, chunk);
+      stmatrix(address, pack2(o[8 * i], o[8 * i + 1]), pack2(o[8 * i + 2], o[8 * i + 3]),
+               pack2(o[8 * i + 4], o[8 * i + 5]), pack2(o[8 * i + 6], o[8 * i + 7]));
     }
   }
   fence_async_proxy();
@@ -77,10 +75,7 @@ __device__ __forceinline__ void store_tile(const Params& p, const Tile& tile, fl
     for (int i = thread; i < 64 * kChunks; i += 128) {
       const int r = i / kChunks, chunk = i % kChunks;
       if (first_row + r < tile.rows && chunk * 8 < p.head_dim_v) {
-        uint4 value;
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                     : "r"(q_tile + chunk / 8 * kQPanel + r * 128 + ((chunk % 8 ^ (r & 7)) << 4)));
+        const uint4 value = load_shared_16(q_tile + chunk / 8 * kQPanel + r * 128 + ((chunk % 8 ^ (r & 7)) << 4));
         const long long token = static_cast<long long>(tile.q_offset) + first_row + r;
         *reinterpret_cast<uint4*>(p.out + (token * p.heads + tile.head) * p.head_dim_v + chunk * 8) = value;
       }

@@ -1,7 +1,9 @@
 // The two products of sm90_forward.cu, S = Q K^T and O += P V, as one warpgroup issues them.
 #pragma once
 #include "forward_tile.cuh"
+#include "mma.cuh"
 #include "softmax.cuh"
+#include "swizzle.cuh"
 #include "wgmma.cuh"
 
 namespace attn {
@@ -18,11 +20,7 @@ struct Queries {
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 16; ++i) {
       const int chunk = 2 * (i % 4) + lane / 16;
-      const u32 address = q_tile + i / 4 * kQPanel + r * 128 + ((chunk ^ (r & 7)) << 4);
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(fragments[i][0]), "=r"(fragments[i][1]), "=r"(fragments[i][2]), "=r"(fragments[i][3])
-                   : "r"(address)
-                   : "memory");
+      ldmatrix(fragments[i], q_tile + i / 4 * kQPanel + swizzled(r, chunk));
     }
 #endif
   }
@@ -60,7 +58,7 @@ __device__ __forceinline__ void pack_weights(u32 (&weights)[BLOCK_N / 16][4], co
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 16; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) weights[i][j] = pack(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
+    for (int j = 0; j < 4; ++j) weights[i][j] = pack2(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
 }
 
 __device__ __forceinline__ void rescale_output(float (&o)[HEAD_DIM_V / 2], const float (&factor)[2]) {

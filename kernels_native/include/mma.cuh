@@ -5,7 +5,7 @@
 // a[3]; of B (16 x 8) rows 2t, 2t + 1 (b[0]) and 8 + 2t, 9 + 2t (b[1]) of column g. So two neighbouring accumulators,
 // rounded to 16 bits, are an A operand.
 #pragma once
-#include "swizzle.cuh"
+#include "arithmetic.cuh"
 
 namespace attn {
 
@@ -28,6 +28,13 @@ __device__ __forceinline__ void stmatrix(u32 address, u32 r0, u32 r1, u32 r2, u3
                : "memory");
 }
 
+// Four 8 x 8 matrices, each stored transposed.
+__device__ __forceinline__ void stmatrix_transposed(u32 address, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #ifdef ATTN_FP16
 #define ATTN_MMA_TYPE "f16"
@@ -38,42 +45,6 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u3
                ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Two floats rounded to the 16-bit type, the first in the low half; and back.
-__device__ __forceinline__ u32 pack2(float low, float high) {
-  u32 packed;
-#ifdef ATTN_FP16
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-#endif
-  return packed;
-}
-
-__device__ __forceinline__ float2 unpack2(u32 packed) {
-  float2 value;
-#ifdef ATTN_FP16
-  asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
-      : "=f"(value.x), "=f"(value.y)
-      : "r"(packed));
-#else
-  value.x = __uint_as_float(packed << 16);
-  value.y = __uint_as_float(packed & 0xffff0000u);
-#endif
-  return value;
-}
-
-// Addresses of a lane's ldmatrix row for operands in a swizzled tile. Each is for row 0, column 0 of the operand; the
-// operand at column 16 j of the same panel is at `address ^ (32 * j)`, since the column only enters through the bits
-// that the swizzle permutes, and rows and panels (multiples of 8 rows) are added.
-//
-// rows_then_columns: matrices in the order (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
-__device__ __forceinline__ u32 rows_then_columns(u32 tile, int lane) { return tile + swizzled(lane & 15, lane >> 4); }
-
-// columns_then_rows: (rows 0-7, columns 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
-__device__ __forceinline__ u32 columns_then_rows(u32 tile, int lane) {
-  return tile + swizzled((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
 }
 
 }  // namespace attn

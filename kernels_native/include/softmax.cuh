@@ -1,34 +1,8 @@
 // Online softmax over accumulator fragments: each thread owns two rows (see wgmma.cuh), a quad of threads shares them.
 #pragma once
-#include "mbarrier.cuh"
+#include "arithmetic.cuh"
 
 namespace attn {
-
-#define ATTN_INFINITY __int_as_float(0x7f800000)
-constexpr float kLn2 = 0.693147180559945f;
-
-__device__ __forceinline__ float exp2_mufu(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float log2_mufu(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Two floats rounded to the 16-bit type, the first in the low half.
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 packed;
-#ifdef ATTN_FP16
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-#endif
-  return packed;
-}
 
 // max and sum of a quad's two rows
 __device__ __forceinline__ float quad_max(float x) {

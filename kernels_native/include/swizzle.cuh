@@ -2,7 +2,7 @@
 // rows high; within a panel the 16-byte chunk of a row is permuted by the row's lowest three bits, so that one chunk of
 // eight neighbouring rows fills all banks. Tiles start at multiples of 1,024 bytes.
 #pragma once
-#include "mbarrier.cuh"
+#include "memory.cuh"
 
 namespace attn {
 
@@ -16,11 +16,22 @@ __device__ __forceinline__ void zero_rows(u32 tile, int first, int thread, int t
 #pragma unroll
   for (int panel = 0; panel < PANELS; ++panel) {
     for (int i = first * 8 + thread; i < ROWS * 8; i += threads) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + panel * ROWS * 128 + i * 16), "r"(0)
-                   : "memory");
+      store_shared_16(tile + panel * ROWS * 128 + i * 16, 0, 0, 0, 0);
     }
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  fence_async_proxy();
+}
+
+// Addresses of a lane's ldmatrix row for operands in a swizzled tile. Each is for row 0, column 0 of the operand; the
+// operand at column 16 j of the same panel is at `address ^ (32 * j)`, since the column only enters through the bits
+// that the swizzle permutes, and rows and panels (multiples of 8 rows) are added.
+//
+// rows_then_columns: matrices in the order (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
+__device__ __forceinline__ u32 rows_then_columns(u32 tile, int lane) { return tile + swizzled(lane & 15, lane >> 4); }
+
+// columns_then_rows: (rows 0-7, columns 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+__device__ __forceinline__ u32 columns_then_rows(u32 tile, int lane) {
+  return tile + swizzled((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
 }
 
 }  // namespace attn

@@ -57,15 +57,32 @@ __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.b
 
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Orders this thread's ordinary shared-memory accesses before later accesses by TMA and wgmma.
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // Copies contiguous bytes (a multiple of 16, both ends 16-byte aligned) into shared memory.
 __device__ __forceinline__ void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
       "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
+}
+
+// Copies shared memory to the same place in block `rank` of the cluster and completes `bytes` of that block's barrier.
+__device__ __forceinline__ void bulk_copy_cluster(u32 address, u32 source, u32 rank, u32 bytes, u32 barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there, done;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 done, %4, %2;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [%1], %3, [done];\n"
+      "}\n" ::"r"(address),
+      "r"(source), "r"(rank), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Adds contiguous floats of shared memory to global memory.
+__device__ __forceinline__ void bulk_add(float* destination, u32 source, u32 bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),
+               "r"(source), "r"(bytes)
+               : "memory");
 }
 
 }  // namespace attn

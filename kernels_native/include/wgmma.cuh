@@ -4,28 +4,10 @@
 //   row 16*(t/32) + (t%32)/4 + 8*((i/2)%2), column 8*(i/4) + 2*(t%4) + i%2,
 // and the register form of A packs two neighbouring columns a register: rows r, r+8 at columns c, then at c+8. So the
 // accumulators 8k..8k+7 of one product, rounded to 16 bits, are the A operand of k-step k of the next.
-//
-// Operands in shared memory lie in panels 128 bytes wide, swizzled in 1,024-byte groups of eight rows as TMA writes
-// them (tiles start at multiples of 1,024 bytes).
 #pragma once
-#include "mbarrier.cuh"
+#include "wgmma_descriptor.cuh"
 
 namespace attn {
-
-// Descriptor fields: start address, leading and stride byte offsets (each over 16), layout 1 = 128-byte swizzle.
-__device__ __forceinline__ u64 wgmma_descriptor(u32 address, u32 leading_bytes, u32 stride_bytes) {
-  return static_cast<u64>((address & 0x3FFFF) >> 4) | static_cast<u64>(leading_bytes >> 4) << 16 |
-         static_cast<u64>(stride_bytes >> 4) << 32 | 1ull << 62;
-}
-
-// K runs along the 128-byte rows; the leading offset is unused. The next 16 values of K are 32 bytes on.
-__device__ __forceinline__ u64 wgmma_k_major(u32 address) { return wgmma_descriptor(address, 16, 1024); }
-
-// N (or M) runs along the rows, `panel_bytes` from one 64-wide panel to the next. The next 16 values of K are 2,048
-// bytes on.
-__device__ __forceinline__ u64 wgmma_mn_major(u32 address, u32 panel_bytes) {
-  return wgmma_descriptor(address, panel_bytes, 1024);
-}
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

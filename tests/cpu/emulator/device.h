@@ -91,7 +91,7 @@ namespace attn {
 
 using u32 = unsigned;
 using u64 = unsigned long long;
-constexpr float kLn2 = 0.693147180559945f;
+constexpr float kLn2 = 0.693147180559945f, kLog2e = 1.44269504088896341f;
 
 inline u32 smem_address(const void* p) { return static_cast<u32>((intptr_t)p - (intptr_t)shared); }
 inline unsigned char* shared_at(u32 address) { return shared + static_cast<int>(address); }
