@@ -13,6 +13,7 @@ import torch
 
 from kernels_native import sm90_backward, sm90_backward_wide, sm90_forward, sm90_mma
 from kernels_native.attention_checks import check, checked_scale
+from kernels_native.geometry import positive_scale
 from kernels_triton.arguments import attention_arguments, check_backward, empty_results
 from kernels_triton.dispatch import differentiated, watched
 from kernels_triton.second_order import refuse_second_order
@@ -33,7 +34,7 @@ def _forward(
             return _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, kernel)
     if kernel == "sm90_mma":
         return sm90_mma.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale)
-    positive, scale = sm90_mma.positive_scale(q, softmax_scale)
+    positive, scale = positive_scale(q, softmax_scale)
     return sm90_forward.forward(
         positive, k, v, causal=causal, softmax_scale=scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
     )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kernels_native.backward_call import BackwardCall
+from kernels_native.geometry import dtype_name
 from kernels_native.jit import Specialisation
 from kernels_native.launch import Kernel, current_stream, kernel
-from kernels_native.sm90_mma import LOG2_E, positive_scale
-from kernels_native.tensor_map import row_map, tma_ready
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +21,6 @@ BLOCK_N = 128
 """Keys of a thread block."""
 L2_BYTES = 40 << 20
 """Queries, their gradients and the fp32 sums of one section of heads under causal: what stays in the H200's L2."""
-_MAIN = struct.Struct("<512s 8Q 7q 9i 2f 28x")
-_ROWS = struct.Struct("<11Q 12q 5i f")
 
 
 @dataclass(frozen=True)
@@ -107,17 +104,6 @@ def specialisations() -> Iterator[Specialisation]:
     yield from dict.fromkeys(one for config in configs for one in config.rows())
 
 
-def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Elements between rows, heads and batches of `[batch, rows, heads, columns]` or `[rows, heads, columns]`."""
-    s = x.stride()
-    return (s[1], s[2], s[0]) if len(s) == 4 else (s[0], s[1], 0)
-
-
-def _tiles(rows: int, block: int, sequences: int, varlen: bool) -> int:
-    """Flat tiles of one head (seqlen.cuh); dense: of one sequence."""
-    return rows // block + sequences + 1 if varlen else -(-rows // block)
-
-
 def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -138,98 +124,31 @@ def backward(
     Args:
         config: a specialisation to run instead of `choose`'s (benchmarks, tests).
     """
-    import torch
-
-    varlen = cu_seqlens_q is not None
-    head_dim, value_dim = q.shape[-1], v.shape[-1]
-    heads, kv_heads, rows, keys = q.shape[-2], k.shape[-2], q.shape[-3], k.shape[-3]
-    sequences = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0]
-    dtype = "bf16" if q.dtype == torch.bfloat16 else "fp16"
+    varlen, rows = cu_seqlens_q is not None, q.shape[-3]
     if config is None:
         wide = is_wide(rows, causal, varlen)
-        config = choose(head_dim, value_dim, causal, deterministic, dtype, wide)
-    device, block_m, dim = q.device.index, config.block_m, config.head_dim
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    if not sequences and not varlen:
-        return dq, dk, dv
-    q_positive, scale = positive_scale(q, softmax_scale)
-    q, k, v, dout, out = (tma_ready(x) for x in (q_positive, k, v, dout, out))
-    lse = lse.contiguous()
-    dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-
-    # The row kernels count one head's tiles over all sequences.
-    row_tiles = _tiles(rows, block_m, sequences, varlen) * (1 if varlen else sequences)
-    padded = row_tiles * block_m
-    sums = torch.empty(heads * padded * (dim + 2), dtype=torch.float32, device=q.device)
-    lse2 = sums.data_ptr()
-    delta, dq_sum = lse2 + 4 * heads * padded, lse2 + 8 * heads * padded
-    turns = torch.empty(heads * row_tiles * 2, dtype=torch.int32, device=q.device) if deterministic else None
-    turns_address = 0 if turns is None else turns.data_ptr()
-    cu_q = cu_seqlens_q.data_ptr() if cu_seqlens_q is not None else 0
-    cu_k = cu_seqlens_k.data_ptr() if cu_seqlens_k is not None else 0
-    prepare, main, finish = _kernels(config, device)
-    stream = current_stream(device)
-
-    def row_params(columns: int) -> bytes:
-        return _ROWS.pack(
-            out.data_ptr(),
-            dout.data_ptr(),
-            lse.data_ptr(),
-            0 if dlse is None else dlse.data_ptr(),
-            lse2,
-            delta,
-            dq_sum,
-            turns_address,
-            dq.data_ptr(),
-            cu_q,
-            cu_k,
-            *_strides(out),
-            *_strides(dout),
-            *_strides(dq),
-            rows,
-            heads * rows,
-            padded,
-            sequences,
-            rows,
-            keys,
-            row_tiles,
-            columns,
-            softmax_scale,
-        )
-
-    group = heads // kv_heads
-    all_heads = kv_heads * (1 if varlen else sequences)
-    key_tiles = _tiles(keys, BLOCK_N, sequences, varlen)
-    bytes_per_head = rows * group * (2 * (head_dim + value_dim) + 4 * dim)
-    params = _MAIN.pack(
-        row_map(q, dtype, block_m)
-        + row_map(k, dtype, BLOCK_N)
-        + row_map(v, dtype, BLOCK_N)
-        + row_map(dout, dtype, block_m),
-        dk.data_ptr(),
-        dv.data_ptr(),
-        lse2,
-        delta,
-        dq_sum,
-        turns_address,
-        cu_q,
-        cu_k,
-        *_strides(dk),
-        *_strides(dv),
-        padded,
-        sequences,
-        rows,
-        keys,
-        kv_heads,
-        group,
-        key_tiles,
-        max(1, min(all_heads, L2_BYTES // max(1, bytes_per_head))),
-        head_dim,
-        value_dim,
-        abs(softmax_scale),
-        scale * LOG2_E,
+        config = choose(q.shape[-1], v.shape[-1], causal, deterministic, dtype_name(q), wide)
+    call = BackwardCall(
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        softmax_scale,
+        dim=config.head_dim,
+        block_m=config.block_m,
+        turns=2 if config.deterministic else 0,
     )
-    prepare.launch((row_tiles * heads, 1, 1), row_params(value_dim), stream)
-    main.launch((key_tiles * all_heads, 1, 1), params, stream)
-    finish.launch((row_tiles * heads, 1, 1), row_params(head_dim), stream)
-    return dq, dk, dv
+    if call.empty:
+        return call.gradients
+    prepare, main, finish = _kernels(config, q.device.index)
+    stream = current_stream(q.device.index)
+    prepare.launch(call.row_grid, call.row_params(call.value_dim), stream)
+    tiles = call.key_tiles(BLOCK_N)
+    main.launch((tiles * call.all_heads, 1, 1), call.main_params(BLOCK_N, tiles, rows, L2_BYTES), stream)
+    finish.launch(call.row_grid, call.row_params(call.head_dim), stream)
+    return call.gradients

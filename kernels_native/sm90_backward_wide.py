@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kernels_native.backward_call import BackwardCall
+from kernels_native.geometry import dtype_name
 from kernels_native.jit import Specialisation
 from kernels_native.launch import Kernel, current_stream, kernel
-from kernels_native.sm90_mma import LOG2_E, positive_scale
-from kernels_native.tensor_map import row_map, tma_ready
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +23,6 @@ CLUSTER = 2
 """Thread blocks that share their queries."""
 L2_BYTES = 40 << 20
 """Queries, their gradients and the fp32 sums of one section of heads under causal: what stays in the H200's L2."""
-_MAIN = struct.Struct("<512s 8Q 7q 9i 2f 28x")
-_ROWS = struct.Struct("<11Q 12q 5i f")
 
 
 @dataclass(frozen=True)
@@ -104,17 +101,6 @@ def specialisations() -> Iterator[Specialisation]:
     yield from dict.fromkeys(one for config in configs for one in config.rows())
 
 
-def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Elements between rows, heads and batches of `[batch, rows, heads, columns]` or `[rows, heads, columns]`."""
-    s = x.stride()
-    return (s[1], s[2], s[0]) if len(s) == 4 else (s[0], s[1], 0)
-
-
-def _tiles(rows: int, block: int, sequences: int, varlen: bool) -> int:
-    """Flat tiles of one head (seqlen.cuh); dense: of one sequence."""
-    return rows // block + sequences + 1 if varlen else -(-rows // block)
-
-
 def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -135,74 +121,30 @@ def backward(
     Args:
         config: a specialisation to run instead of `choose`'s (benchmarks, tests).
     """
-    import torch
-
-    varlen = cu_seqlens_q is not None
-    head_dim, value_dim = q.shape[-1], v.shape[-1]
-    heads, kv_heads, rows, keys = q.shape[-2], k.shape[-2], q.shape[-3], k.shape[-3]
-    sequences = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0]
-    dtype = "bf16" if q.dtype == torch.bfloat16 else "fp16"
     if config is None:
-        config = choose(head_dim, value_dim, causal, deterministic, dtype)
-    device, dim = q.device.index, config.head_dim
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    if not sequences and not varlen:
-        return dq, dk, dv
-    q_positive, scale = positive_scale(q, softmax_scale)
-    q, k, v, dout, out = (tma_ready(x) for x in (q_positive, k, v, dout, out))
-    lse = lse.contiguous()
-    dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-
-    # The row kernels count one head's tiles over all sequences.
-    row_tiles = _tiles(rows, TILE, sequences, varlen) * (1 if varlen else sequences)
-    padded = row_tiles * TILE
-    sums = torch.empty(heads * padded * (dim + 2), dtype=torch.float32, device=q.device)
-    lse2 = sums.data_ptr()
-    delta, dq_sum = lse2 + 4 * heads * padded, lse2 + 8 * heads * padded
-    panels = heads * row_tiles * config.panels
-    turns = torch.empty(panels, dtype=torch.int32, device=q.device) if config.deterministic else None
-    turns_address = 0 if turns is None else turns.data_ptr()
-    cu_q = cu_seqlens_q.data_ptr() if cu_seqlens_q is not None else 0
-    cu_k = cu_seqlens_k.data_ptr() if cu_seqlens_k is not None else 0
-    prepare, main, finish = _kernels(config, device)
-    stream = current_stream(device)
-
-    def row_params(columns: int) -> bytes:
-        pointers = out.data_ptr(), dout.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr()
-        buffers = lse2, delta, dq_sum, turns_address, dq.data_ptr(), cu_q, cu_k
-        strides = *_strides(out), *_strides(dout), *_strides(dq), rows, heads * rows, padded
-        return _ROWS.pack(*pointers, *buffers, *strides, sequences, rows, keys, row_tiles, columns, softmax_scale)
-
-    all_heads = kv_heads * (1 if varlen else sequences)
-    key_tiles = _tiles(keys, TILE * CLUSTER, sequences, varlen)
-    bytes_per_head = rows * (heads // kv_heads) * (2 * (head_dim + value_dim) + 4 * dim)
-    section = max(1, min(all_heads, L2_BYTES // max(1, bytes_per_head)))
-    params = _MAIN.pack(
-        b"".join(row_map(x, dtype, TILE) for x in (q, k, v, dout)),
-        dk.data_ptr(),
-        dv.data_ptr(),
-        lse2,
-        delta,
-        dq_sum,
-        turns_address,
-        cu_q,
-        cu_k,
-        *_strides(dk),
-        *_strides(dv),
-        padded,
-        sequences,
-        rows,
-        keys,
-        kv_heads,
-        heads // kv_heads,
-        key_tiles,
-        section,
-        head_dim,
-        value_dim,
-        abs(softmax_scale),
-        scale * LOG2_E,
+        config = choose(q.shape[-1], v.shape[-1], causal, deterministic, dtype_name(q))
+    call = BackwardCall(
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        softmax_scale,
+        dim=config.head_dim,
+        block_m=TILE,
+        turns=config.panels if config.deterministic else 0,
     )
-    prepare.launch((row_tiles * heads, 1, 1), row_params(value_dim), stream)
-    main.launch((key_tiles * all_heads * CLUSTER, 1, 1), params, stream)
-    finish.launch((row_tiles * heads, 1, 1), row_params(head_dim), stream)
-    return dq, dk, dv
+    if call.empty:
+        return call.gradients
+    prepare, main, finish = _kernels(config, q.device.index)
+    stream = current_stream(q.device.index)
+    prepare.launch(call.row_grid, call.row_params(call.value_dim), stream)
+    tiles = call.key_tiles(CLUSTER * TILE)
+    grid = tiles * call.all_heads * CLUSTER, 1, 1
+    main.launch(grid, call.main_params(TILE, tiles, call.rows, L2_BYTES), stream)
+    finish.launch(call.row_grid, call.row_params(call.head_dim), stream)
+    return call.gradients

@@ -8,6 +8,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kernels_native.geometry import LOG2_E, dtype_name
 from kernels_native.launch import Kernel, current_stream, kernel
 from kernels_native.sm90_config import HEAD_DIMS, LONG, Config, choose, specialisations, split_config, split_plan
 from kernels_native.tensor_map import row_map, tensor_map, tma_ready
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["HEAD_DIMS", "Config", "choose", "forward", "specialisations", "split_config", "split_plan"]
-LOG2_E = math.log2(math.e)
 HEADROOM = 8.0
 """How far, in log2 units, a maximum may be out of date before outputs are rescaled: P stays below 2^8."""
 L2_BYTES = 32 << 20
@@ -198,7 +198,7 @@ def forward(
     same_lengths = (
         cu_seqlens_q is not None and cu_seqlens_k is not None and cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr()
     )
-    dtype = "bf16" if q.dtype == torch.bfloat16 else "fp16"
+    dtype = dtype_name(q)
     plan = _plan(q.shape, k.shape, v.shape, dtype, device, causal, softmax_scale, sequences, same_lengths, config)
     out = torch.empty(plan.out_shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kernels_native.backward_call import BackwardCall
+from kernels_native.geometry import LOG2_E, dtype_name, flat_tiles, positive_scale, section
 from kernels_native.jit import Specialisation
 from kernels_native.launch import Kernel, current_stream, kernel
 from kernels_native.tensor_map import row_map, tma_ready
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 HEAD_DIMS = (64, 128)
 """Head dims in shared memory; smaller ones are padded with zeros."""
-LOG2_E = math.log2(math.e)
 L2_BYTES = 32 << 20
 """What one section of heads reads again and again under causal should stay in the H200's 50 MB L2."""
 BLOCK_M = 64
@@ -27,8 +27,6 @@ BLOCK_N = 128
 """Key tile of the backward kernel."""
 _POINTERS = struct.Struct("<4Q")
 _TAIL = struct.Struct("<5q 8i f 20x")
-_BACKWARD = struct.Struct("<512s 8Q 7q 9i 2f 28x")
-_ROWS = struct.Struct("<10Q 12q 5i f")
 
 
 @dataclass(frozen=True)
@@ -117,35 +115,6 @@ def _backward_kernels(dim: int, causal: bool, deterministic: bool, dtype: str, d
     return tuple(kernel(one, device) for one in backward_specialisations(dim, causal, deterministic, dtype))
 
 
-def _dtype(x: torch.Tensor) -> str:
-    import torch
-
-    return "bf16" if x.dtype == torch.bfloat16 else "fp16"
-
-
-def positive_scale(q: torch.Tensor, softmax_scale: float) -> tuple[torch.Tensor, float]:
-    """q and the scale such that the scale is positive and q * scale the same."""
-    # The kernels take the maximum of unscaled scores, so the scale's sign moves into the queries. A scale of 0 would
-    # make NaN of a masked score (-inf * 0).
-    return (q, max(softmax_scale, 1e-30)) if softmax_scale >= 0 else (-q, -softmax_scale)
-
-
-def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Elements between rows, heads and batches of `[batch, rows, heads, columns]` or `[rows, heads, columns]`."""
-    s = x.stride()
-    return (s[1], s[2], s[0]) if len(s) == 4 else (s[0], s[1], 0)
-
-
-def _tiles(rows: int, block: int, sequences: int, varlen: bool) -> int:
-    """Flat tiles of one head (seqlen.cuh); dense: of one sequence."""
-    return rows // block + sequences + 1 if varlen else -(-rows // block)
-
-
-def _section(heads: int, rows: int, bytes_per_row: int) -> int:
-    """How many of `heads` heads L2 holds `rows` rows of."""
-    return max(1, min(heads, L2_BYTES // max(1, rows * bytes_per_row)))
-
-
 @dataclass(frozen=True)
 class _Plan:
     """What forward calls of one shape share."""
@@ -232,10 +201,10 @@ def _plan(
     outer = 1 if packed else sequences
     dim = padded_head_dim(head_dim, value_dim)
     t = tile or TILES[dim]
-    tiles = _tiles(rows, t.block_m, sequences, bool(packed))
+    tiles = flat_tiles(rows, t.block_m, sequences, bool(packed))
     group = heads // kv_heads
     grid = tiles * heads * outer
-    dtype = _dtype(q)
+    dtype = dtype_name(q)
     tail = _TAIL.pack(
         heads * value_dim,
         value_dim,
@@ -248,7 +217,7 @@ def _plan(
         heads,
         group,
         tiles,
-        _section(kv_heads * outer, _typical(keys, sequences, packed), 2 * (head_dim + value_dim)) * group,
+        section(kv_heads * outer, _typical(keys, sequences, packed) * 2 * (head_dim + value_dim), L2_BYTES) * group,
         value_dim,
         positive_scale(q[:0], softmax_scale)[1] * LOG2_E,
     )
@@ -283,97 +252,29 @@ def backward(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv (contiguous) from the forward's out and lse; three launches."""
-    import torch
-
-    varlen = cu_seqlens_q is not None
-    head_dim, value_dim = q.shape[-1], v.shape[-1]
-    heads, kv_heads, rows, keys = q.shape[-2], k.shape[-2], q.shape[-3], k.shape[-3]
-    sequences = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0]
-    dim = padded_head_dim(head_dim, value_dim)
-    device, dtype = q.device.index, _dtype(q)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    if not sequences and not varlen:
-        return dq, dk, dv
-    q_positive, scale = positive_scale(q, softmax_scale)
-    q, k, v, dout, out = (tma_ready(x) for x in (q_positive, k, v, dout, out))
-    lse = lse.contiguous()
-    dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
-
-    # The row kernels count one head's tiles over all sequences.
-    row_tiles = _tiles(rows, BLOCK_M, sequences, varlen) * (1 if varlen else sequences)
-    padded = row_tiles * BLOCK_M
-    sums = torch.empty(heads * padded * (dim + 2), dtype=torch.float32, device=q.device)
-    lse2 = sums.data_ptr()
-    delta, dq_sum = lse2 + 4 * heads * padded, lse2 + 8 * heads * padded
-    turns = torch.zeros(heads * row_tiles, dtype=torch.int32, device=q.device) if deterministic else None
-    cu_q = cu_seqlens_q.data_ptr() if cu_seqlens_q is not None else 0
-    cu_k = cu_seqlens_k.data_ptr() if cu_seqlens_k is not None else 0
-    preprocess, main, postprocess = _backward_kernels(dim, causal, deterministic, dtype, device)
-    stream = current_stream(device)
-
-    def row_params(columns: int) -> bytes:
-        return _ROWS.pack(
-            out.data_ptr(),
-            dout.data_ptr(),
-            lse.data_ptr(),
-            0 if dlse is None else dlse.data_ptr(),
-            lse2,
-            delta,
-            dq_sum,
-            dq.data_ptr(),
-            cu_q,
-            cu_k,
-            *_strides(out),
-            *_strides(dout),
-            *_strides(dq),
-            rows,
-            heads * rows,
-            padded,
-            sequences,
-            rows,
-            keys,
-            row_tiles,
-            columns,
-            softmax_scale,
-        )
-
-    group = heads // kv_heads
-    key_tiles = _tiles(keys, BLOCK_N, sequences, varlen)
-    params = _BACKWARD.pack(
-        row_map(q, dtype, BLOCK_M)
-        + row_map(k, dtype, BLOCK_N)
-        + row_map(v, dtype, BLOCK_N)
-        + row_map(dout, dtype, BLOCK_M),
-        dk.data_ptr(),
-        dv.data_ptr(),
-        lse2,
-        delta,
-        dq_sum,
-        0 if turns is None else turns.data_ptr(),
-        cu_q,
-        cu_k,
-        *_strides(dk),
-        *_strides(dv),
-        padded,
-        sequences,
-        rows,
-        keys,
-        kv_heads,
-        group,
-        key_tiles,
-        _section(
-            kv_heads * (1 if varlen else sequences),
-            _typical(rows, sequences, int(varlen)) * group,
-            2 * (head_dim + value_dim) + 4 * dim,
-        ),
-        head_dim,
-        value_dim,
-        abs(softmax_scale),
-        scale * LOG2_E,
+    call = BackwardCall(
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        softmax_scale,
+        dim=padded_head_dim(q.shape[-1], v.shape[-1]),
+        block_m=BLOCK_M,
+        turns=1 if deterministic else 0,
+        cleared=True,
     )
-    key_grid = (key_tiles * kv_heads * (1 if varlen else sequences), 1, 1)
-    row_grid = (row_tiles * heads, 1, 1)
-    preprocess.launch(row_grid, row_params(value_dim), stream)
-    main.launch(key_grid, params, stream)
-    postprocess.launch(row_grid, row_params(head_dim), stream)
-    return dq, dk, dv
+    if call.empty:
+        return call.gradients
+    device = q.device.index
+    preprocess, main, postprocess = _backward_kernels(call.dim, causal, deterministic, dtype_name(q), device)
+    stream = current_stream(device)
+    preprocess.launch(call.row_grid, call.row_params(call.value_dim), stream)
+    tiles, typical = call.key_tiles(BLOCK_N), _typical(call.rows, call.sequences, int(call.varlen))
+    main.launch((tiles * call.all_heads, 1, 1), call.main_params(BLOCK_N, tiles, typical, L2_BYTES), stream)
+    postprocess.launch(call.row_grid, call.row_params(call.head_dim), stream)
+    return call.gradients

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernels_native
 from kernels_native import attention_checks, attention_op, launch, sm90_mma, tensor_map
+from kernels_native.geometry import positive_scale
 
 CALL: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "value_head_dim": 128, "heads": 8, "kv_heads": 2}
 
@@ -107,10 +108,10 @@ def test_maps_are_cached_and_legal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_scale_that_is_not_positive_moves_into_the_queries() -> None:
     q = torch.randn(4, 2, 8)
     for scale in (0.5, -0.5):
-        positive, size = sm90_mma.positive_scale(q, scale)
+        positive, size = positive_scale(q, scale)
         assert size > 0
         torch.testing.assert_close(positive * size, q * scale)
-    assert 0 < sm90_mma.positive_scale(q, 0.0)[1] < 1e-20
+    assert 0 < positive_scale(q, 0.0)[1] < 1e-20
 
 
 class Recorder:

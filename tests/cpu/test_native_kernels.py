@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kernels_native import catalogue, sm90_mma
+from kernels_native import backward_call, catalogue, sm90_mma
+from kernels_native.geometry import flat_tiles
 from kernels_native.jit import SHARED_LIMIT, build
 from kernels_native.sass import listing, nvdisasm
 
@@ -58,9 +59,9 @@ def test_two_forward_blocks_fit_a_multiprocessor(described: dict[str, dict[str, 
     ("entry", "packed"),
     [
         ("attention_forward", 384 + sm90_mma._POINTERS.size + sm90_mma._TAIL.size),
-        ("attention_backward", sm90_mma._BACKWARD.size),
-        ("preprocess", sm90_mma._ROWS.size),
-        ("postprocess", sm90_mma._ROWS.size),
+        ("attention_backward", backward_call._MAIN.size),
+        ("preprocess", backward_call._ROWS.size),
+        ("postprocess", backward_call._ROWS.size),
     ],
 )
 def test_packed_parameters_have_the_kernels_size(entry: str, packed: int) -> None:
@@ -92,7 +93,7 @@ def test_a_tile_index_always_reaches_every_row() -> None:
             cu.append(cu[-1] + length)
         total = cu[-1] + tail
         first = [value // tile + i for i, value in enumerate(cu)]
-        tiles = sm90_mma._tiles(total, tile, len(lengths), True)
+        tiles = flat_tiles(total, tile, len(lengths), True)
         reached = set()
         for t in range(tiles):
             i = max(j for j in range(len(first)) if first[j] <= t)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels_native import sm90_backward
+from kernels_native import backward_call, sm90_backward
 from kernels_native.jit import SHARED_LIMIT, build
 from kernels_native.sass import listing
 from kernels_native.sm90_backward import HEAD_DIMS, choose, is_wide, specialisations
@@ -144,7 +144,7 @@ class Recorder:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, Recorder, Recorder]:
     found = Recorder(), Recorder(), Recorder()
     monkeypatch.setattr(sm90_backward, "_kernels", lambda *_: found)
-    monkeypatch.setattr(sm90_backward, "row_map", lambda *_: bytes(128))
+    monkeypatch.setattr(backward_call, "row_map", lambda *_: bytes(128))
     monkeypatch.setattr(sm90_backward, "current_stream", lambda _: 0)
     return found
 
@@ -156,7 +156,7 @@ def test_launches_of_a_dense_call(kernels: tuple[Recorder, Recorder, Recorder]) 
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
     prepare, main, finish = (kernel.launches for kernel in kernels)
     assert [grid for grid, _ in (*prepare, *main, *finish)] == [(5 * 2 * 6, 1, 1), (5 * 3 * 2, 1, 1), (5 * 2 * 6, 1, 1)]
-    rows, tiles = sm90_backward._ROWS.unpack(finish[0][1]), sm90_backward._MAIN.unpack(main[0][1])
+    rows, tiles = backward_call._ROWS_TURNS.unpack(finish[0][1]), backward_call._MAIN.unpack(main[0][1])
     assert rows[-1] == -0.125  # dq has the scale with its sign, as the queries were negated
     assert tiles[-2] == 0.125
     assert tiles[6] == rows[7] != 0  # the turns of the deterministic mode
@@ -170,7 +170,7 @@ def test_launches_of_a_packed_call(kernels: tuple[Recorder, Recorder, Recorder])
     prepare, main, finish = (kernel.launches[0] for kernel in kernels)
     assert prepare[0] == finish[0] == ((100 // 128 + 3 + 1) * 4, 1, 1)
     assert main[0] == ((100 // 128 + 3 + 1) * 4, 1, 1)
-    assert sm90_backward._MAIN.unpack(main[1])[6] == 0  # no turns
+    assert backward_call._MAIN.unpack(main[1])[6] == 0  # no turns
 
 
 def test_tile_follows_the_lengths() -> None:

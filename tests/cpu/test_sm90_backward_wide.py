@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from kernels_native import sm90_backward_wide
+from kernels_native import backward_call, sm90_backward_wide
 from kernels_native.jit import SHARED_LIMIT, build
 from kernels_native.sass import listing
 from kernels_native.sm90_backward_wide import HEAD_DIMS, choose, specialisations
@@ -73,7 +73,7 @@ class Recorder:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, Recorder, Recorder]:
     found = Recorder(), Recorder(), Recorder()
     monkeypatch.setattr(sm90_backward_wide, "_kernels", lambda *_: found)
-    monkeypatch.setattr(sm90_backward_wide, "row_map", lambda *_: bytes(128))
+    monkeypatch.setattr(backward_call, "row_map", lambda *_: bytes(128))
     monkeypatch.setattr(sm90_backward_wide, "current_stream", lambda _: 0)
     return found
 
@@ -91,9 +91,9 @@ def test_launches_of_a_dense_call(kernels: tuple[Recorder, Recorder, Recorder]) 
         (5 * 2 * 3 * 2, 1, 1),
         (5 * 2 * 6, 1, 1),
     ]
-    rows, tiles = sm90_backward_wide._ROWS.unpack(finish[0][1]), sm90_backward_wide._MAIN.unpack(main[0][1])
+    rows, tiles = backward_call._ROWS_TURNS.unpack(finish[0][1]), backward_call._MAIN.unpack(main[0][1])
     assert rows[-2:] == (192, -0.125)  # dq has the scale with its sign, as the queries were negated
-    assert sm90_backward_wide._ROWS.unpack(prepare[0][1])[-2] == 128
+    assert backward_call._ROWS_TURNS.unpack(prepare[0][1])[-2] == 128
     assert tiles[-4:-1] == (192, 128, 0.125)
     assert tiles[6] == rows[7] != 0  # the turns of the deterministic mode
     assert tiles[3:6] == rows[4:7]  # lse2, delta, the sums
@@ -106,4 +106,4 @@ def test_launches_of_a_packed_call(kernels: tuple[Recorder, Recorder, Recorder])
     prepare, main, finish = (kernel.launches[0] for kernel in kernels)
     assert prepare[0] == finish[0] == ((100 // 64 + 3 + 1) * 4, 1, 1)
     assert main[0] == ((100 // 128 + 3 + 1) * 4 * 2, 1, 1)
-    assert sm90_backward_wide._MAIN.unpack(main[1])[6] == 0  # no turns
+    assert backward_call._MAIN.unpack(main[1])[6] == 0  # no turns
